@@ -29,7 +29,7 @@ from rush.bench.baseline_adapters import quantized_model, weights_in_words, with
 from rush.data import Batch
 from rush.data.batch import IGNORED
 from rush.data.packing import Pad
-from rush.data.row_tensors import FILLING
+from rush.data.row_tensors import PADDING_TOKEN
 from rush.errors import MachineError, RecipeError
 from rush.hardware import Machine
 from rush.hub.config import config_from_shape
@@ -205,7 +205,7 @@ def baseline_pass(model: Any, *, padded: bool = False, autocast: torch.dtype | N
 
 def real_tokens(batch: Batch) -> Tensor:
     """The attention mask of rows filled up at their ends: 1 up to the last token that is none of the filling."""
-    real_bt = (batch.tokens_bt != FILLING) | (batch.labels_bt != IGNORED)
+    real_bt = (batch.tokens_bt != PADDING_TOKEN) | (batch.labels_bt != IGNORED)
     return real_bt.long().flip(1).cummax(1).values.flip(1)
 
 

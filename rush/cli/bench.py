@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rush.cli.output import Json, note, print_json, print_table
+from rush.cli.options import Device, Json
+from rush.cli.output import note, print_json, print_table
 
 if TYPE_CHECKING:
     from rush.records.kernels import KernelRecord, KernelRow
@@ -34,7 +35,7 @@ def kernels(
     quick: Annotated[
         bool, typer.Option("--quick", help="Only sizes with a target, and fewer samples.")
     ] = False,
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    device: Device = "auto",
     json: Json = False,
 ) -> None:
     """Time each kernel against eager PyTorch, torch.compile and the installed libraries, and check every result.

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from rush.cli.output import Json, note, print_json, print_table
-from rush.errors import RecipeError
+from rush.cli.options import ExecutorOptions, Json, parse_options
+from rush.cli.output import note, print_json, print_table
 
 if TYPE_CHECKING:
     from rush.data.clean import CleanProgress
@@ -56,10 +56,7 @@ def clean(
     executor: Annotated[
         Literal["local", "slurm", "ray"], typer.Option(help="Where the datatrove pipeline runs.")
     ] = "local",
-    option: Annotated[
-        list[str] | None,
-        typer.Option(help="Option of the executor, as in partition=cpu or time=04:00:00. May be repeated."),
-    ] = None,
+    option: ExecutorOptions = None,
     json: Json = False,
 ) -> None:
     """Clean rows with a TOML pipeline: lengths, list items, rare items, language, patterns, duplicates.
@@ -87,7 +84,7 @@ def clean(
             format=format,
             executor=executor,
             workers=workers,
-            options=_pairs(option or []),
+            options=parse_options(option),
             force=force,
             progress=show,
         )
@@ -97,13 +94,6 @@ def clean(
         print_json(report)
     else:
         _show(report, output, examples)
-
-
-def _pairs(words: list[str]) -> dict[str, str]:
-    for word in words:
-        if "=" not in word:
-            raise RecipeError(f"--option is {word!r}; write it as name=value.")
-    return dict(word.split("=", 1) for word in words)
 
 
 @contextlib.contextmanager
@@ -134,16 +124,14 @@ def _show(report: dict[str, Any], output: Path, examples: int) -> None:
     if counts["unreadable"]:
         first = {"documents_in": counts["read"], "removed": counts["unreadable"]}
         left = counts["read"] - counts["unreadable"]
-        rows.insert(
-            0,
-            [
-                "(unreadable)",
-                f"{counts['read']:,}",
-                f"{counts['unreadable']:,}",
-                _percent(first),
-                f"{left:,}",
-            ],
-        )
+        cells = [
+            "(unreadable)",
+            f"{counts['read']:,}",
+            f"{counts['unreadable']:,}",
+            _percent(first),
+            f"{left:,}",
+        ]
+        rows.insert(0, cells)
     print_table(["stage", "documents", "removed", "of them", "left"], rows)
     unreadable = {"name": "(unreadable)", "examples": report["unreadable_examples"]}
     for stage in [unreadable, *report["stages"]]:

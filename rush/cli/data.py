@@ -8,16 +8,14 @@ from typing import Annotated, Any, Literal
 import typer
 
 from rush.cli import clean, inspect
-from rush.cli.complete import complete_recipe
-from rush.cli.output import Json, print_json, print_table
+from rush.cli.options import ExecutorOptions, Json, Overrides, RecipeName, parse_options
+from rush.cli.output import print_json, print_table
 from rush.errors import RecipeError
 
 app = typer.Typer(help="Clean, prepare, inspect and verify training data.", no_args_is_help=True)
 app.command("clean")(clean.clean)
 app.command("inspect")(inspect.inspect)
 
-RecipeName = Annotated[str, typer.Argument(help="A recipe's name or file.", autocompletion=complete_recipe)]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides.")]
 Prepared = Annotated[
     Path, typer.Argument(help="The folder of a prepared corpus, as printed by `rush data prepare`.")
 ]
@@ -34,10 +32,7 @@ def prepare(
         typer.Option(help="plain: local processes. The others run the same work as a datatrove pipeline."),
     ] = "plain",
     tasks: Annotated[int | None, typer.Option(help="Number of datatrove tasks.", min=1)] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(help="Option of the executor, as in partition=cpu or time=04:00:00. May be repeated."),
-    ] = None,
+    option: ExecutorOptions = None,
     json: Json = False,
 ) -> None:
     """Tokenize a recipe's corpus into shards, in parallel; resumes after an interruption.
@@ -68,7 +63,7 @@ def prepare(
         folder = prepare_with_bar(wanted, workers=workers, force=force)
     else:
         folder = prepare_on(
-            executor, wanted, tasks=tasks, workers=workers, force=force, options=_pairs(option or [])
+            executor, wanted, tasks=tasks, workers=workers, force=force, options=parse_options(option)
         )
         if not (folder / "manifest.json").is_file():
             typer.echo(f"Submitted: {folder} is ready when the last job has written its manifest.")
@@ -108,13 +103,6 @@ def verify(folder: Prepared, json: Json = False) -> None:
     typer.echo(
         f"{folder}: all {len(manifest.shards)} shards are intact and every token id is in the vocabulary."
     )
-
-
-def _pairs(words: list[str]) -> dict[str, str]:
-    for word in words:
-        if "=" not in word:
-            raise RecipeError(f"--option is {word!r}; write it as name=value.")
-    return dict(word.split("=", 1) for word in words)
 
 
 def _report(folder: Path, json: bool, more: dict[str, Any] | None = None) -> None:

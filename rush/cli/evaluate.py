@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rush.cli.output import Json, note, print_json, print_table
+from rush.cli.options import Device, Json, ModelFolder
+from rush.cli.output import note, print_json, print_table
 
 
 def evaluate(
-    folder: Annotated[Path, typer.Argument(help="A run folder or a Hugging Face folder.")],
+    folder: ModelFolder,
     against: Annotated[
         Path | None,
         typer.Option(help="A second model to compare with, such as the one it was trained from."),
@@ -35,7 +37,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Maximum documents, pairs and questions.", min=1)] = None,
     batch: Annotated[int, typer.Option(help="Batch size, in rows.", min=1)] = 16,
     checkpoint: Annotated[str, typer.Option(help="Checkpoint of the run: last, best, or a step.")] = "last",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     json: Json = False,
 ) -> None:
     """Held-out loss, win rate of chosen over rejected answers, multiple choice, and answers side by side.
@@ -82,22 +84,23 @@ def evaluate(
 
 
 def _figures(models: Any) -> list[list[str]]:
-    rows: dict[str, list[str]] = {}
-
-    def put(name: str, cells: list[str]) -> None:
-        if any(cells):
-            rows[name] = cells
-
-    put("held-out loss", [f"{m.held_out.loss:.4f}" if m.held_out else "" for m in models])
-    put("perplexity", [f"{m.held_out.perplexity:,.2f}" if m.held_out else "" for m in models])
-    put("labels", [f"{m.held_out.labels:,}" if m.held_out else "" for m in models])
-    put("chosen wins, whole answer", [str(m.wins.by_sum) if m.wins else "" for m in models])
-    put("chosen wins, per token", [str(m.wins.by_token) if m.wins else "" for m in models])
-    put("change, whole answer", [str(m.wins.change_by_sum or "") if m.wins else "" for m in models])
-    put("change, per token", [str(m.wins.change_by_token or "") if m.wins else "" for m in models])
-    put("chosen wins, by reward", [str(m.wins.by_reward or "") if m.wins else "" for m in models])
-    put("mean log-probability, chosen", [f"{m.wins.logp_chosen:.2f}" if m.wins else "" for m in models])
-    put("mean log-probability, rejected", [f"{m.wins.logp_rejected:.2f}" if m.wins else "" for m in models])
-    put("acc", [str(m.choices.acc) if m.choices else "" for m in models])
-    put("acc_norm", [str(m.choices.acc_norm) if m.choices else "" for m in models])
-    return [[name, *cells] for name, cells in rows.items()]
+    """One row per metric that any of the models has."""
+    metrics: tuple[tuple[str, str, Callable[[Any], object]], ...] = (
+        ("held-out loss", "held_out", lambda found: f"{found.loss:.4f}"),
+        ("perplexity", "held_out", lambda found: f"{found.perplexity:,.2f}"),
+        ("labels", "held_out", lambda found: f"{found.labels:,}"),
+        ("chosen wins, whole answer", "wins", lambda found: found.by_sum),
+        ("chosen wins, per token", "wins", lambda found: found.by_token),
+        ("change, whole answer", "wins", lambda found: found.change_by_sum),
+        ("change, per token", "wins", lambda found: found.change_by_token),
+        ("chosen wins, by reward", "wins", lambda found: found.by_reward),
+        ("mean log-probability, chosen", "wins", lambda found: f"{found.logp_chosen:.2f}"),
+        ("mean log-probability, rejected", "wins", lambda found: f"{found.logp_rejected:.2f}"),
+        ("acc", "choices", lambda found: found.acc),
+        ("acc_norm", "choices", lambda found: found.acc_norm),
+    )
+    rows = [
+        [name, *(str(((found := getattr(model, part)) and show(found)) or "") for model in models)]
+        for name, part, show in metrics
+    ]
+    return [row for row in rows if any(row[1:])]

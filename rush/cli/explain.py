@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rush.cli.output import Json, note, print_json
+from rush.cli.options import Device, Json
+from rush.cli.output import measuring_bar, note, print_json
 from rush.errors import RecipeError, nearest
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def explain(
         typer.Argument(help="The topic. Default: list all topics.", autocompletion=complete_topic),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Output folder. Default: runs/explain-TOPIC.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="Coarse measurement in a few seconds.")] = False,
     record: Annotated[
         Path | None,
@@ -121,7 +121,8 @@ def _measure(topic: Topic, device: str, quick: bool, options: dict[str, str | in
         can = f"it takes --{', --'.join(topic.options)}" if topic.options else "it takes none"
         raise RecipeError(f"--{foreign[0]} is not an option of the topic {topic.name}: {can}.")
     settings_for = _settings(device, quick, options)
-    with _progress() as show:
+    # Two updates a second, so that the bar does not disturb the measurement.
+    with measuring_bar(refresh_per_second=2) as show:
         return make(topic, settings_for(show))
 
 
@@ -145,28 +146,6 @@ def _cuda_here() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A transient progress bar on standard error."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("Measuring {task.description}", markup=False),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    # Two updates a second, so that the bar does not disturb the measurement.
-    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
-        task = bar.add_task("", total=None, visible=False)
-
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total, visible=True)
-
-        yield show
 
 
 def _show(explanation: Any, paths: dict[str, Path]) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rush.cli.output import Json, note, print_json
+from rush.cli.options import Dtype, Json, MaxShardGb
+from rush.cli.output import note, print_json
+
+if TYPE_CHECKING:
+    from rush.models import Shape
 
 
 def export(
@@ -16,12 +20,8 @@ def export(
     ],
     to: Annotated[Path, typer.Option(help="The Hugging Face folder to write.")],
     checkpoint: Annotated[str, typer.Option(help="Checkpoint: last, best, or a step.")] = "last",
-    dtype: Annotated[
-        Literal["keep", "float32", "bfloat16", "float16"], typer.Option(help="dtype of the weights.")
-    ] = "keep",
-    max_shard_gb: Annotated[
-        float, typer.Option(help="Maximum size of a weight file, in gigabytes.", min=0.001)
-    ] = 5.0,
+    dtype: Dtype = "keep",
+    max_shard_gb: MaxShardGb = 5.0,
     adapter: Annotated[
         bool,
         typer.Option("--adapter", help="Write only the adapters, in PEFT's format."),
@@ -49,7 +49,6 @@ def export(
 
     from rush.errors import RecipeError
     from rush.hub.export import export_adapter, export_model
-    from rush.models import count_parameters
 
     if adapter:
         if dtype != "keep":
@@ -68,8 +67,15 @@ def export(
     shape = export_model(
         folder, to, checkpoint=checkpoint, dtype=chosen, max_shard_bytes=int(max_shard_gb * 1e9), note=note
     )
-    files = sorted(path.name for path in to.iterdir())
+    report_model(to, shape, json)
+
+
+def report_model(folder: Path, shape: Shape, json: bool) -> None:
+    """Print what was written."""
+    from rush.models import count_parameters
+
+    files, parameters = sorted(path.name for path in folder.iterdir()), count_parameters(shape)
     if json:
-        print_json({"folder": str(to), "parameters": count_parameters(shape), "files": files})
-        return
-    typer.echo(f"Wrote {to}: {count_parameters(shape):,} parameters in {', '.join(files)}.")
+        print_json({"folder": str(folder), "parameters": parameters, "files": files})
+    else:
+        typer.echo(f"Wrote {folder}: {parameters:,} parameters in {', '.join(files)}.")

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from rush.cli.output import Json, note, print_json
+from rush.cli.options import Device, Json, ModelFolder
+from rush.cli.output import note, print_json
 
-Folder = Annotated[Path, typer.Argument(help="A run folder or a Hugging Face folder.")]
 MaxTokens = Annotated[int, typer.Option(help="Maximum new tokens.")]
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="Top-k sampling; 0 samples from all tokens.")]
@@ -22,7 +22,6 @@ Checkpoint = Annotated[
         help="Checkpoint of the run (the adapter's, where --adapter is a run): last, best, or a step."
     ),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Adapter = Annotated[
     Path | None,
     typer.Option(help="Adapter to load: a PEFT folder, or a run that trained one on this base."),
@@ -36,7 +35,7 @@ Offload = Annotated[
 
 
 def generate(
-    folder: Folder,
+    folder: ModelFolder,
     prompt: Annotated[str, typer.Option(help="The text to continue.")] = "",
     max_tokens: MaxTokens = 200,
     temperature: Temperature = 0.8,
@@ -90,7 +89,7 @@ def generate(
 
 
 def chat(
-    folder: Folder,
+    folder: ModelFolder,
     adapter: Adapter = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     template: Annotated[

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from rush.cli.complete import complete_recipe
-from rush.cli.output import Json, print_json, print_table
+from rush.cli.options import Json, Overrides, complete_recipe
+from rush.cli.output import print_json, print_table
 from rush.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ Target = Annotated[
         help="A recipe's name or .toml file, or a prepared folder.", autocompletion=complete_recipe
     ),
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides.")]
 BAR = 40
 # Control characters in the data are shown, not sent to the terminal.
 _PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rush.cli.output import ExtraTechniques, Json, note, print_json, print_table
+from rush.cli.options import ExtraTechniques, Json
+from rush.cli.output import note, print_json, print_table
 from rush.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -59,18 +60,10 @@ def ladder(
     from rush.lab.ladder.ladder_file import load_ladder
 
     folder = out or Path("runs") / f"ladder-{load_ladder(name, changes).name}"
-    notes = _quiet if json else note
+    notes = (lambda text: None) if json else note
     own = technique or []
-    try:
-        with stopped_by_sigterm(), _watching(quiet=json) as watch:
-            ladder = run_ladder(
-                name, *changes, out=folder, view=view, techniques=own, watch=watch, note=notes
-            )
-    except KeyboardInterrupt:
-        note(
-            f"Stopped; no process is left. Finished trials are kept: resume with the same command and --out {folder}."
-        )
-        raise typer.Exit(130) from None
+    with resumable(folder), _watching(quiet=json) as watch:
+        ladder = run_ladder(name, *changes, out=folder, view=view, techniques=own, watch=watch, note=notes)
     if json:
         print_json(ladder.record)
         return
@@ -119,9 +112,6 @@ def _cell(rung: RungRecord | None) -> str:
     total = rung["total_gain"]
     times = f" ×{total['ratio']:.2f}" if total else ""
     return f"{speed['median']:,.0f} tokens/s{times}, {rung['verdict']}" if speed else rung["verdict"]
-
-
-def _quiet(text: str) -> None: ...
 
 
 @contextmanager
@@ -261,8 +251,8 @@ def minutes(seconds: float) -> str:
 
 
 @contextmanager
-def stopped_by_sigterm() -> Iterator[None]:
-    """SIGTERM stops as Ctrl-C does, after ending the running trial and all its processes."""
+def resumable(folder: Path) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the running trial and all its processes; a note says how to resume."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -270,5 +260,10 @@ def stopped_by_sigterm() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
+    except KeyboardInterrupt:
+        note(
+            f"Stopped; no process is left. Finished trials are kept: resume with the same command and --out {folder}."
+        )
+        raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -7,22 +7,14 @@ from typing import Annotated
 
 import typer
 
-from rush.cli.complete import complete_recipe
+from rush.cli.options import Overrides, RecipeName
 from rush.errors import RecipeError
 from rush.files import write_atomic
 
 
 def launch(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            help="A recipe's name (see `rush recipes`) or a .toml file.", autocompletion=complete_recipe
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as in layout.ddp=2 layout.fsdp=8."),
-    ] = None,
+    recipe: RecipeName,
+    overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs, and so ranks, per node.")] = 8,
     slurm: Annotated[bool, typer.Option("--slurm", help="Write a batch script for sbatch.")] = False,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from rush.cli.output import Json, note, print_json
+from rush.cli.export import report_model
+from rush.cli.options import Dtype, Json, MaxShardGb
+from rush.cli.output import note
 
 
 def merge(
@@ -25,12 +27,8 @@ def merge(
             help="Checkpoint of the run (the adapter's; with a PEFT adapter, the base's): last, best, or a step."
         ),
     ] = "last",
-    dtype: Annotated[
-        Literal["keep", "float32", "bfloat16", "float16"], typer.Option(help="dtype of the weights.")
-    ] = "keep",
-    max_shard_gb: Annotated[
-        float, typer.Option(help="Maximum size of a weight file, in gigabytes.", min=0.001)
-    ] = 5.0,
+    dtype: Dtype = "keep",
+    max_shard_gb: MaxShardGb = 5.0,
     json: Json = False,
 ) -> None:
     """Merge an adapter into its base and write the whole model, ready for transformers.
@@ -45,7 +43,6 @@ def merge(
     import torch
 
     from rush.hub.export import merge_adapter
-    from rush.models import count_parameters
 
     shape = merge_adapter(
         adapter,
@@ -56,8 +53,4 @@ def merge(
         max_shard_bytes=int(max_shard_gb * 1e9),
         note=note,
     )
-    files = sorted(path.name for path in to.iterdir())
-    if json:
-        print_json({"folder": str(to), "parameters": count_parameters(shape), "files": files})
-        return
-    typer.echo(f"Wrote {to}: {count_parameters(shape):,} parameters in {', '.join(files)}.")
+    report_model(to, shape, json)

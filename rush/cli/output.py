@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON value on standard output.")]
-
-ExtraTechniques = Annotated[
-    list[Path] | None,
-    typer.Option(
-        metavar="FILE",
-        help="A Python file that defines a technique for the recipe to use; its code is executed. May be repeated.",
-    ),
-]
 
 
 def print_json(value: Any) -> None:
@@ -34,6 +25,27 @@ def print_table(columns: list[str], rows: list[list[str]], title: str | None = N
     for row in rows:
         table.add_row(*row)
     Console().print(table, markup=False)
+
+
+@contextmanager
+def measuring_bar(refresh_per_second: float = 10) -> Iterator[Callable[[str, int, int], None]]:
+    """A transient progress bar on standard error: show(what, done, total)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("Measuring {task.description}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, refresh_per_second=refresh_per_second) as bar:
+        task = bar.add_task("", total=None, visible=False)
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total, visible=True)
+
+        yield show
 
 
 def note(text: str) -> None:

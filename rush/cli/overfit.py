@@ -7,21 +7,13 @@ from typing import Annotated
 
 import typer
 
-from rush.cli.complete import complete_recipe
-from rush.cli.output import ExtraTechniques, Json, note, print_json
+from rush.cli.options import ExtraTechniques, Json, Overrides, RecipeName
+from rush.cli.output import note, print_json
 
 
 def overfit(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            help="A recipe's name (see `rush recipes`) or a .toml file.", autocompletion=complete_recipe
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as in batch.micro=4 optimizer.lr=3e-4."),
-    ] = None,
+    recipe: RecipeName,
+    overrides: Overrides = None,
     steps: Annotated[int, typer.Option(help="Maximum steps on the one batch.", min=10)] = 300,
     technique: ExtraTechniques = None,
     json: Json = False,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rush.cli.complete import complete_recipe
-from rush.cli.output import Json, print_json, print_table
+from rush.cli.options import Json, OptionalRecipe, Overrides
+from rush.cli.output import print_json, print_table
 from rush.cli.plan_view import show_plan
 from rush.errors import RecipeError
 
@@ -20,12 +20,8 @@ if TYPE_CHECKING:
 
 
 def plan(
-    recipe: Annotated[
-        str | None, typer.Argument(help="A recipe's name or file.", autocompletion=complete_recipe)
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides.")
-    ] = None,
+    recipe: OptionalRecipe = None,
+    overrides: Overrides = None,
     machine: Annotated[
         str | None,
         typer.Option(

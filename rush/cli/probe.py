@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rush.cli.complete import complete_recipe
-from rush.cli.output import Json, note, print_json, print_table
+from rush.cli.options import Json, Overrides, complete_recipe
+from rush.cli.output import measuring_bar, note, print_json, print_table
 from rush.errors import MachineError
 
 if TYPE_CHECKING:
@@ -28,10 +27,7 @@ def probe(
             autocompletion=complete_recipe,
         ),
     ] = "tiny",
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as in run.device=cpu."),
-    ] = None,
+    overrides: Overrides = None,
     collectives: Annotated[
         int | None,
         typer.Option(
@@ -131,7 +127,7 @@ def _measure(machine: Machine, collectives: int | None, refresh: bool) -> Ceilin
 
     if collectives is not None:
         check_ranks(machine, collectives)
-    with _progress() as show:
+    with measuring_bar() as show:
         names = rates_to_measure(machine, build=False)
         found = ceilings(machine, names, refresh=refresh, on_problem=note, on_progress=show)
         if collectives is not None:
@@ -143,27 +139,6 @@ def _measure(machine: Machine, collectives: int | None, refresh: bool) -> Ceilin
                 # Show the rest of the probe; with an explicit --collectives this is an error.
                 note(str(error))
     return found
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A transient progress bar on standard error."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("Measuring {task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None, visible=False)
-
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total, visible=True)
-
-        yield show
 
 
 def _show_machine(machine: Machine) -> None:

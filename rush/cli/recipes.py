@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from rush.cli.complete import complete_recipe
-from rush.cli.output import Json, print_json, print_table
+from rush.cli.options import Json, Overrides, RecipeName
+from rush.cli.output import print_json, print_table
 
 app = typer.Typer(
     help="List the ready recipes, print one in full, or print the JSON Schema.", no_args_is_help=False
@@ -56,10 +56,8 @@ def _list(context: typer.Context, json: Json = False) -> None:
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="A recipe's name or file.", autocompletion=complete_recipe)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides.")
-    ] = None,
+    name: RecipeName,
+    overrides: Overrides = None,
     json: Json = False,
 ) -> None:
     """Print a recipe fully resolved, with every default."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rush.cli.complete import complete_recipe
-from rush.cli.ladder import minutes, stopped_by_sigterm
-from rush.cli.output import ExtraTechniques, Json, note, print_json
+from rush.cli.ladder import minutes, resumable
+from rush.cli.options import ExtraTechniques, Json, RecipeName
+from rush.cli.output import note, print_json
 
 if TYPE_CHECKING:
     from rush.lab.scaling.study import ScalingProgress
@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 def scale(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            help="A recipe's name (see `rush recipes`) or a .toml file.", autocompletion=complete_recipe
-        ),
-    ] = "tiny",
+    recipe: RecipeName = "tiny",
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the recipe, or of measure. and parity."),
@@ -105,14 +100,8 @@ def scale(
     )
     folder = out or Path("runs") / f"scale-{plan.name}"
     notes: Any = (lambda text: None) if json else note
-    try:
-        with stopped_by_sigterm(), _watching(quiet=json) as watch:
-            record = study(plan, folder, watch=watch, note=notes)
-    except KeyboardInterrupt:
-        note(
-            f"Stopped; no process is left. Finished trials are kept: resume with the same command and --out {folder}."
-        )
-        raise typer.Exit(130) from None
+    with resumable(folder), _watching(quiet=json) as watch:
+        record = study(plan, folder, watch=watch, note=notes)
     write_scale_report(folder, folder / "report.html")
     if json:
         print_json(record)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rush.cli.complete import complete_recipe
-from rush.cli.output import ExtraTechniques, Json, note, print_json
+from rush.cli.options import ExtraTechniques, Json, OptionalRecipe, Overrides
+from rush.cli.output import note, print_json
 from rush.cli.shutdown import set_reporter
 from rush.errors import Diverged, Outage, RankLost, RecipeError, RushError
 from rush.ready import short_name
@@ -30,16 +30,8 @@ RESTARTS = 3
 
 
 def train(
-    recipe: Annotated[
-        str | None,
-        typer.Argument(
-            help="A recipe's name (see `rush recipes`) or a .toml file.", autocompletion=complete_recipe
-        ),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as in batch.micro=32 optimizer.lr=3e-4."),
-    ] = None,
+    recipe: OptionalRecipe = None,
+    overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Run folder. Default: runs/RECIPE-DATE.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out, bit for bit.")] = False,
     nproc: Annotated[

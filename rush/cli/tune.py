@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rush.cli.complete import complete_recipe
-from rush.cli.ladder import minutes, stopped_by_sigterm
-from rush.cli.output import Json, note, print_json
+from rush.cli.ladder import minutes, resumable
+from rush.cli.options import Json, Overrides, RecipeName, complete_recipe
+from rush.cli.output import note, print_json
 from rush.ready import short_name
 from rush.records.life import life_words
 from rush.records.tune import PLANNED, TuneRecord, short_names
@@ -29,12 +29,8 @@ TRIED = ("start", "ahead", "lost", "won", "failed", "different", "no effect", "u
 
 
 def tune(
-    recipe: Annotated[
-        str, typer.Argument(help="A recipe's name or a .toml file.", autocompletion=complete_recipe)
-    ] = "tiny",
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides.")
-    ] = None,
+    recipe: RecipeName = "tiny",
+    overrides: Overrides = None,
     budget: Annotated[
         str,
         typer.Option(
@@ -104,26 +100,20 @@ def tune(
     from rush.api import tune_recipe
 
     folder = out or Path("runs") / f"tune-{short_name(recipe)}"
-    try:
-        with stopped_by_sigterm(), _watching(quiet=json) as watch:
-            record = tune_recipe(
-                recipe,
-                *changes,
-                budget=budget,
-                objective=objective,
-                allow=allow,
-                price=price,
-                keep_speed=keep_speed,
-                beside=beside or [],
-                out=folder,
-                watch=watch,
-                note=(lambda text: None) if json else note,
-            ).record
-    except KeyboardInterrupt:
-        note(
-            f"Stopped; no process is left. Finished trials are kept: resume with the same command and --out {folder}."
-        )
-        raise typer.Exit(130) from None
+    with resumable(folder), _watching(quiet=json) as watch:
+        record = tune_recipe(
+            recipe,
+            *changes,
+            budget=budget,
+            objective=objective,
+            allow=allow,
+            price=price,
+            keep_speed=keep_speed,
+            beside=beside or [],
+            out=folder,
+            watch=watch,
+            note=(lambda text: None) if json else note,
+        ).record
     if json:
         print_json(record)
         return

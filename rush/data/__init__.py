@@ -4,7 +4,7 @@
     dataset = TokenDataset(folder, "train", sequence=256)
     loader = Loader(dataset, samples_per_step=16, micro=4, seed=0)
 
-What needs torch is imported on first use: worker processes that only tokenize do not pay for it.
+Modules that need torch are imported on first use: tokenizing workers do not import it.
 """
 
 from __future__ import annotations

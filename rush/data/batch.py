@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 IGNORED = -100
-"""A label that is no target."""
+"""Label of positions without a loss."""
 TENSORS = ("tokens_bt", "labels_bt", "positions_bt", "documents_bt", "starts_n", "reference_b")
 
 
@@ -27,21 +27,21 @@ class Batch:
     samples: Sequence[str] = ()
     """Names of the rows, for messages."""
     positions_bt: Tensor | None = None
-    """Where each token stands in its document; counted along the row without it."""
+    """Position of each token in its document; without it, in the row."""
     documents_bt: Tensor | None = None
-    """The number of each token's document; attention stays within it. One document a row without it."""
+    """Document id of each token, within which it attends; without it, a row is one document."""
     starts_n: Tensor | None = None
-    """int32; where each document begins in the flattened batch, and the end, repeated up to a fixed length."""
+    """int32; document starts in the flattened batch, then the end, repeated to a fixed length."""
     reference_b: Tensor | None = None
-    """What a reference model gives each row, where it was computed beforehand."""
+    """Precomputed log-probabilities of a reference model, by row."""
     padding: int = 0
-    """Tokens that only fill up a shape."""
+    """Number of padding tokens."""
     paired: bool = False
-    """Rows are the chosen answers of some pairs, then the rejected ones of the same pairs, in the same order."""
+    """Rows are the chosen answers of some pairs, then the rejected ones, in the same order."""
 
     @cached_property
     def num_labels(self) -> int:
-        # By numpy: torch would wake its threads for it, which on some machines takes longer than the count.
+        # By numpy: torch would wake its thread pool, which can take longer than the count.
         return int(np.count_nonzero(self.labels_bt.cpu().numpy() != IGNORED))
 
     @property
@@ -50,23 +50,23 @@ class Batch:
         return self.tokens_bt.numel() - self.padding
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those it has, by name."""
+        """The tensors that are set, by name."""
         found = {name: getattr(self, name) for name in TENSORS}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The same batch with every tensor changed."""
+        """The batch with `change` applied to every tensor."""
         return replace(self, **{name: change(tensor) for name, tensor in self.tensors().items()})  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str) -> Batch:
         return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin(self) -> Batch:
-        """In memory that a device reads without a copy in between."""
+        """In pinned memory."""
         return self.each(lambda tensor: tensor.pin_memory())
 
     def split(self, parts: int) -> list[Batch]:
-        """Rows dealt into `parts` batches, in order; what was padding is counted in the first. Pairs stay together."""
+        """Split the rows into `parts` batches, in order; pairs stay together. Padding is counted in the first."""
         if self.paired:
             return self._split_pairs(parts)
         pieces = {name: tensor.chunk(parts) for name, tensor in self.tensors().items() if name != "starts_n"}
@@ -75,7 +75,7 @@ class Batch:
         return [
             Batch(
                 **{name: chunks[part] for name, chunks in pieces.items()},  # type: ignore[arg-type]
-                # Of a row that is cut among ranks the documents are told whole, and `starts_n` with them.
+                # With context parallelism documents and `starts_n` are those of the whole row.
                 starts_n=self._starts_of(part, pieces.get("documents_bt", pieces["tokens_bt"])),
                 samples=self.samples[part * names : (part + 1) * names],
                 padding=self.padding if part == 0 else 0,
@@ -97,7 +97,7 @@ class Batch:
         return whole
 
     def _starts_of(self, part: int, tokens_bt: Sequence[Tensor]) -> Tensor | None:
-        """The beginnings within a part; documents outside of it become empty ones at its ends."""
+        """Document starts within a part; documents outside of it become empty ones at its ends."""
         if self.starts_n is None:
             return None
         before = sum(tokens.numel() for tokens in tokens_bt[:part])

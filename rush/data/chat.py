@@ -1,10 +1,8 @@
-"""Chat templates: a model's own rule for writing a conversation as text.
+"""Chat templates: render a conversation as text.
 
-A template is a Jinja program that comes with an untrusted model, so it runs in Jinja's immutable
-sandbox: it can loop and format, and cannot reach attributes of Python or change what it is given.
-
-Some templates say themselves which text is the assistant's, between `{% generation %}` and
-`{% endgeneration %}`; whoever wants to know asks for marks to be written there.
+A template is a Jinja program of an untrusted model, so it runs in Jinja's immutable sandbox: it can loop and format, and cannot
+reach Python attributes or change its input. Some templates mark the assistant's text with `{% generation %}` and
+`{% endgeneration %}`; `render` can write marks there.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` … `{% endgeneration %}`: the body, between two marks (nothing, unless asked for)."""
+    """`{% generation %}` … `{% endgeneration %}`: the body between two marks (empty by default)."""
 
     tags = {"generation"}  # noqa: RUF012 — Jinja's way to register a tag
 
@@ -66,9 +64,9 @@ def render(
     marks: tuple[str, str] = ("", ""),
     **tokens: str | None,
 ) -> str:
-    """Run a chat template. `tokens` are the special tokens it may mention; absent ones are empty.
+    """Render a chat template. `tokens` are the special tokens it may use; missing ones are empty.
 
-    `date` stands for today in templates that write it; `marks` are written around `{% generation %}` blocks.
+    `date` is the current date for templates that write it; `marks` are written around `{% generation %}` blocks.
     """
     day = datetime.datetime.now() if date is None else datetime.datetime.combine(date, datetime.time())
     known = {name: token or "" for name, token in tokens.items()}

@@ -1,8 +1,8 @@
 """Windows of tokens over the shards of one split.
 
-The split is read as one token stream, documents back to back, across shard boundaries. Window i holds tokens i·sequence up to and including (i+1)·sequence: one more than the model sees,
-because the label of each position is the token after it. Neighboring windows share exactly that one
-token, so every token but the first is a label once per epoch. An incomplete last window is dropped.
+The split is one token stream, documents back to back, across shard boundaries. Window i has the tokens i·sequence to
+(i+1)·sequence inclusive, one more than the input, because labels are the next tokens. Neighboring windows share one token, so
+every token but the first is a label once per epoch. An incomplete last window is dropped.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TokenDataset:
         return self._read(start, start + self.sequence + 1)
 
     def sample_name(self, index: int) -> str:
-        """What a person needs to find a sample again: split, window, and the document it begins in."""
+        """Split, window, and the document it starts in, for messages."""
         self._check(index)
         start = index * self.sequence
         number = int(np.searchsorted(self._ends, start, side="right"))
@@ -64,7 +64,7 @@ class TokenDataset:
             raise IndexError(f"window {index} of {len(self)}")
 
     def _read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens [start, stop) of the split, across as many shards as they lie in."""
+        """Tokens [start, stop) of the split, across shards."""
         parts: list[npt.NDArray[np.int64]] = []
         number = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:

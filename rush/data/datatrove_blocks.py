@@ -1,8 +1,7 @@
-"""The steps of preparation as datatrove blocks: read units, tokenize, write shards, merge.
+"""Preparation as datatrove blocks: read units, tokenize, write shards, merge.
 
-Between two blocks flow datatrove's own documents, so any of its filters can be put in between. This
-module imports datatrove at the top, because blocks must be its subclasses; import it only where the
-`corpus` extra is wanted (`rush.data.pipeline` does).
+Blocks pass datatrove's documents, so that its filters can be inserted. This module imports datatrove, whose classes it
+subclasses: import it only with the `corpus` extra (`rush.data.pipeline` does).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rush.data.tokenizer import Tokenizer
 
 
 def jobs_of(jobs: tuple[UnitJob, ...], rank: int, world_size: int) -> list[UnitJob]:
-    """The units that a rank has left; units are assigned round-robin."""
+    """The unfinished units of a rank; units are assigned round-robin."""
     return [job for job in jobs[rank::world_size] if not job.done]
 
 
@@ -79,7 +78,7 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
         pending = jobs_of(self.jobs, rank, world_size)
         groups = itertools.groupby(data or (), key=lambda document: document.metadata["unit"])
         for index, group in groups:
-            while pending[0].unit.index != index:  # a unit of which no document is left
+            while pending[0].unit.index != index:  # a unit without documents
                 self._write(pending.pop(0), ())
             self._write(pending.pop(0), group)
         for job in pending:
@@ -94,7 +93,7 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
 
 
 class MergeManifest(PipelineStep):  # type: ignore[misc]
-    """The last job on a cluster, run once when all ranks have ended."""
+    """The last job on a cluster, after all ranks."""
 
     name = "manifest"
     type = "rush merger"

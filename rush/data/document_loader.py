@@ -32,7 +32,7 @@ from rush.data.packing import (
     join_plans,
     most_documents,
 )
-from rush.data.prefetch import Ahead, check_state
+from rush.data.prefetch import PrefetchingLoader, check_state
 from rush.data.row_tensors import packed_batch, padded_batch
 from rush.errors import DataError, RecipeError
 
@@ -42,12 +42,11 @@ _SECOND_SHUFFLE = 0x5EED
 """Batches are shuffled by another key than documents."""
 
 
-class DocumentLoader(Ahead[Place]):
-    """Steps of micro batches for one rank. `state()` is the place of the next step in the line.
+class DocumentLoader(PrefetchingLoader[Place]):
+    """Steps of micro batches for one rank. `state()` is the position of the next step.
 
-    `paired` documents are the two answers of preferences (`rush.data.documents`): `micro` counts pairs, the rows
-    are all chosen answers, then all rejected ones. `references`, a number for each document, are handed on
-    with the rows.
+    `paired` documents are the two answers of preferences (`rush.data.documents`): `micro` counts pairs, and rows are all chosen
+    answers, then all rejected ones. `references`, one number per document, are passed with the rows.
     """
 
     def __init__(
@@ -71,11 +70,11 @@ class DocumentLoader(Ahead[Place]):
         _check(documents, packing, paired)
         if min(micro, sequence, batches_per_step, world) < 1 or batches_per_step % world:
             raise RecipeError(
-                f"A step of {batches_per_step} micro batches of {micro} × {sequence} tokens cannot be dealt to {world} "
+                f"A step of {batches_per_step} micro batches of {micro} × {sequence} tokens cannot be divided among {world} "
                 "rank(s); each must be at least 1, and the micro batches of a step a multiple of the ranks."
             )
         super().__init__(rank, world, workers, pin)
-        assert documents_per_step is None or world == 1, "steps of the same documents are for one rank"
+        assert documents_per_step is None or world == 1, "documents_per_step is for one rank"
         if isinstance(packing, Concat):
             documents_per_step = None
         self.layout = BatchLayout(documents, packing, micro, sequence, paired, references)
@@ -87,7 +86,7 @@ class DocumentLoader(Ahead[Place]):
         self._plans: dict[int, tuple[PackingPlan, Ints]] = {}
 
     def next_step(self) -> Iterator[Batch]:
-        """This rank's micro batches of the next step. The state moves on when this is called."""
+        """This rank's micro batches of the next step; advances the state."""
         start = self._place
         count = self._step_size(start)
         self._place = self._after(start, count)
@@ -101,7 +100,7 @@ class DocumentLoader(Ahead[Place]):
         return {"seed": self.seed, "epoch": self._place[0], "position": self._place[1]}
 
     def load_state(self, state: Mapping[str, int]) -> None:
-        """Continue from a state: seed, epoch and position all come from it."""
+        """Resume from a state: seed, epoch and position."""
         check_state(state)
         self._drop_waiting()
         self._plans.clear()
@@ -109,13 +108,13 @@ class DocumentLoader(Ahead[Place]):
         count = len(self._plan(state["epoch"])[0]) if state["epoch"] >= 0 else 0
         if not 0 <= state["position"] < count:
             raise DataError(
-                f"The loader state {dict(state)} does not fit these documents, which make {count} micro batches in "
+                f"The loader state {dict(state)} does not match these documents, which give {count} micro batches in "
                 "that epoch. The state belongs to other data, another packing or another batch."
             )
         self._place = (state["epoch"], state["position"])
 
     def _plan(self, epoch: int) -> tuple[PackingPlan, Ints]:
-        """An epoch's plan, and the first micro batch of each of its steps where those are fixed by documents."""
+        """The packing plan of an epoch and, with `documents_per_step`, the first micro batch of each step."""
         if epoch not in self._plans:
             self._plans = {other: plan for other, plan in self._plans.items() if abs(other - epoch) <= 1}
             self._plans[epoch] = self._make_plan(epoch)
@@ -145,7 +144,7 @@ class DocumentLoader(Ahead[Place]):
         return int(firsts[np.searchsorted(firsts, place[1], side="right")]) - place[1]
 
     def _after(self, place: Place, count: int) -> Place:
-        """The place `count` micro batches further on."""
+        """The position `count` micro batches later."""
         epoch, index = place[0], place[1] + count
         while index >= (size := len(self._plan(epoch)[0])):
             epoch, index = epoch + 1, index - size
@@ -174,7 +173,7 @@ class BatchLayout:
         self.documents, self.packing = documents, packing
         self.micro, self.sequence = micro, sequence
         self.paired, self.references = paired, references
-        # Two answers that go together are as long as the longer.
+        # The length of a pair is that of the longer answer.
         self.lengths = documents.lengths.reshape(-1, 2).max(1) if paired else documents.lengths
         if paired and (longest := int(self.lengths.max())) > sequence + 1:
             raise DataError(
@@ -190,7 +189,7 @@ class BatchLayout:
         return self.packing.plan(self.lengths, order, self.micro, self.sequence, mix)
 
     def batch(self, rows: list[Ints]) -> Batch:
-        """The tensors of a micro batch; with no rows at all, one of nothing but padding."""
+        """The tensors of a micro batch; without rows, only padding."""
         packing, micro, sequence = self.packing, self.micro, self.sequence
         if self.paired:
             return self._pairs(rows)
@@ -201,7 +200,7 @@ class BatchLayout:
         return packed_batch(self.documents, rows, num_rows, length, sequence, most)
 
     def _pairs(self, rows: list[Ints]) -> Batch:
-        """Rows of chosen, then of rejected answers; what fills up a micro batch are pairs without a label."""
+        """Rows of chosen, then of rejected answers; a micro batch is padded with pairs without labels."""
         pairs = [int(row[0, 0]) for row in rows]
         pairs += (pairs[:1] or [0]) * (self.micro - len(pairs))
         indices = [2 * pair for pair in pairs] + [2 * pair + 1 for pair in pairs]
@@ -214,7 +213,7 @@ class BatchLayout:
         ]
         batch = padded_batch(self.documents, pieces, len(pieces), self.packing, self.sequence)
         references = None if self.references is None else torch.from_numpy(self.references[indices])
-        # A name for each row, so that a message can name the two answers of a pair.
+        # One name per row, for messages.
         names = SampleNames(self.documents, indices)
         return replace(batch, paired=True, samples=names, reference_b=references)
 
@@ -233,9 +232,8 @@ def document_validation(
 ) -> Iterator[Batch]:
     """The first `samples` documents or pairs (or all), in order, once each; the same batches every time.
 
-    Every rank gets equally many batches: what fills up the last round carries no label. `pack_concat` lets
-    documents see each other and drops a tail, which would make another number of the same model, so there documents are
-    padded.
+    Every rank gets the same number of batches; padding batches have no labels. `pack_concat` attends across documents and drops
+    a tail, which would change the loss, so its documents are padded here.
     """
     packing = packing or Pad()
     _check(documents, packing, paired)
@@ -251,7 +249,7 @@ def document_validation(
 def largest_batch(
     documents: Documents, packing: Packing | None, micro: int, sequence: int, *, paired: bool = False
 ) -> Batch:
-    """The micro batch that takes most memory: of the longest documents, as many as fill one however they are packed."""
+    """The micro batch that takes the most memory, of the longest documents."""
     packing = packing or Pad()
     _check(documents, packing, paired)
     layout = BatchLayout(documents, packing, micro, sequence, paired)
@@ -272,7 +270,7 @@ def _check(documents: Documents, packing: Packing, paired: bool) -> None:
         name = documents.sample_name(int(short[0]))
         raise DataError(
             f"{len(short)} document(s) have fewer than two tokens, the first is {name}; there is nothing to predict in "
-            "them. Take them out of the data."
+            "them. Remove them from the data."
         )
     if not paired:
         return

@@ -1,8 +1,7 @@
-"""What packing and fine-tuning need of a set of documents.
+"""The protocol of a set of documents, for packing and fine-tuning.
 
-A document is a conversation, or a prompt with its answer, as token ids; each token either is a target (the
-position before it learns to predict it) or only context. Preference data comes in pairs: document 2i is
-the chosen answer of pair i, document 2i + 1 the rejected one.
+A document is a conversation, or a prompt with its answer, as token ids; each token is a target or only context. Preference data
+is in pairs: document 2i is the chosen answer of pair i, document 2i + 1 the rejected one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Options for datatrove's executors, as words of a command line: known ones only, each as the type it should have."""
+"""Options of datatrove's executors from the command line, validated and converted to their types."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rush.errors import RecipeError, nearest
 
-# What this package sets itself, and what would have a part of the work done only.
+# Set by rush, or options that would run only a part of the work.
 _OURS = frozenset(
     {"self", "pipeline", "tasks", "logging_dir", "skip_completed", "depends", "local_tasks", "local_rank_offset"}
 )  # fmt: skip
@@ -17,7 +17,7 @@ _START_METHODS = ("fork", "forkserver", "spawn")
 
 
 def executor_options(kind: type[Any], executor: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with their types; a RecipeError where `kind`, one of datatrove's executors, has no such option."""
+    """The options with their types; RecipeError for one that the executor class `kind` does not have."""
     known = {
         name: parameter
         for name, parameter in inspect.signature(kind.__init__).parameters.items()
@@ -30,7 +30,7 @@ def executor_options(kind: type[Any], executor: str, options: Mapping[str, Any])
 
 
 def _typed(parameter: inspect.Parameter, value: Any) -> Any:
-    """A word as what the parameter takes; a value that is no word is left as it is."""
+    """A string converted to the parameter's type; other values unchanged."""
     if not isinstance(value, str):
         return value
     name = parameter.name
@@ -49,7 +49,7 @@ def _typed(parameter: inspect.Parameter, value: Any) -> Any:
     if wanted == "dict":
         return _table(name, value)
     if wanted != "str":
-        raise RecipeError(f"The option {name} cannot be given as a word: it takes {parameter.annotation}.")
+        raise RecipeError(f"The option {name} cannot be given as a string: it takes {parameter.annotation}.")
     if name == "start_method" and value not in _START_METHODS:
         raise RecipeError(f"The option {name} is {value!r}; {nearest(value, _START_METHODS)}")
     return value

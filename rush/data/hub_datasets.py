@@ -1,9 +1,8 @@
-"""Datasets on the Hugging Face hub, streamed: nothing is downloaded but what is read.
+"""Streamed datasets of the Hugging Face hub.
 
-A published dataset is already many files; each of those is a unit of work here, so that several
-workers stream at once. With a limit, every file gives its share, which mixes the corpus better than
-its first file would. Where no hub can be reached, the same data read from downloaded files gives the
-same documents: `data.files` with the dataset's name as the source.
+Each file of a dataset is a unit of work, so that several workers stream at once. A limit is divided among all files, which is
+more representative than the first file. Offline, `data.files` with the dataset's name as the source reads downloaded files and
+gives the same documents.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class HubDataset:
 
 
 def hub_slices(dataset: HubDataset, limit: int | None) -> list[Slice]:
-    """A slice per file of the dataset; `start` of `stop` says which of how many."""
+    """One slice per file of the dataset; file `start` of `stop`."""
     shards = max(int(_open_stream(dataset).num_shards), 1)
     if limit is None:
         return [Slice("hub", str(dataset), index, shards) for index in range(shards)]
@@ -55,7 +54,7 @@ def read_hub_slice(piece: Slice, text_field: str) -> Iterator[Document]:
 
 
 def read_hub_rows(piece: Slice) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a shard of a stream, with their names."""
+    """The rows of one shard of a stream, with their names."""
     dataset = HubDataset.parse(piece.path)
     stream = _open_stream(dataset).shard(num_shards=piece.stop, index=piece.start)
     if piece.take is not None:

@@ -1,4 +1,4 @@
-"""Looking at prepared data: counts, lengths, and a window as text. Plain dicts, ready for JSON."""
+"""Statistics of a prepared corpus and one window as text, as JSON values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rush.data.tokenizer import Tokenizer
 
 
 def corpus_statistics(folder: str | Path) -> dict[str, Any]:
-    """What a prepared folder holds: per split documents, tokens, bytes per token and document lengths."""
+    """Documents, tokens, bytes per token and document lengths of a prepared folder, by split."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     return {
@@ -35,20 +35,22 @@ def _split_statistics(folder: Path, manifest: Manifest, split: str) -> dict[str,
     found: dict[str, Any] = {"documents": documents, "tokens": tokens, "text_bytes": text_bytes}
     if not shards:
         return found
-    # The end token of each document is ours, not the text's: lengths and bytes per token leave it out.
+    # Lengths and bytes per token do not count the end-of-document tokens.
     lengths = np.concatenate([np.diff(map_shard(folder, manifest, shard).starts) - 1 for shard in shards])
-    quartiles = np.percentile(lengths, [0, 25, 50, 75, 100], method="nearest")
     return found | {
         "bytes_per_token": text_bytes / max(tokens - documents, 1),
-        "document_tokens": dict(
-            zip(("min", "p25", "median", "p75", "max"), map(int, quartiles), strict=True)
-        ),
+        "document_tokens": quartiles(lengths),
         "histogram": _histogram(lengths),
     }
 
 
+def quartiles(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> dict[str, int]:
+    found = np.percentile(lengths, [0, 25, 50, 75, 100], method="nearest")
+    return dict(zip(("min", "p25", "median", "p75", "max"), map(int, found), strict=True))
+
+
 def _histogram(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> list[dict[str, int]]:
-    """Counts of documents by length, in bins that double: [1, 2), [2, 4), [4, 8) … tokens."""
+    """Documents by length, in bins that double: [1, 2), [2, 4), [4, 8) … tokens."""
     bins = np.bincount([int(length).bit_length() for length in lengths])
     return [
         {"from": 1 << (bits - 1) if bits else 0, "below": 1 << bits, "documents": int(count)}
@@ -60,7 +62,7 @@ def _histogram(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> list[dict[str, i
 def sample_window(
     folder: str | Path, split: str = "train", sequence: int = 256, index: int = 0
 ) -> dict[str, Any]:
-    """One training window as the model gets it, and as text."""
+    """One training window as token ids and as text."""
     dataset = TokenDataset(folder, split, sequence)
     tokenizer = Tokenizer.load(Path(folder) / "tokenizer")
     window = dataset.window(index % len(dataset))

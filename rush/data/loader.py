@@ -18,7 +18,7 @@ import torch
 
 from rush.data.batch import IGNORED, Batch
 from rush.data.order import shuffled
-from rush.data.prefetch import Ahead, check_state
+from rush.data.prefetch import PrefetchingLoader, check_state
 from rush.errors import DataError, RecipeError
 
 
@@ -47,7 +47,7 @@ class Named(Protocol):
 
 @dataclass(frozen=True)
 class SampleNames(Sequence[str]):
-    """Names looked up only when someone reads them: finding a document costs more than reading its tokens."""
+    """Sample names, looked up on access: finding a document takes longer than reading its tokens."""
 
     dataset: Named
     indices: Sequence[int]
@@ -65,8 +65,8 @@ class SampleNames(Sequence[str]):
         return self.dataset.sample_name(self.indices[place])
 
 
-class Loader(Ahead[int]):
-    """Steps of micro batches for one rank. `state()` is the place of the next step in the line."""
+class Loader(PrefetchingLoader[int]):
+    """Steps of micro batches for one rank. `state()` is the position of the next step."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Loader(Ahead[int]):
         self._place = 0  # samples before the next step, over all epochs
 
     def next_step(self) -> Iterator[Batch]:
-        """This rank's micro batches of the next step. The state moves on when this is called."""
+        """This rank's micro batches of the next step; advances the state."""
         start = self._place
         self._place += self.samples_per_step
         return self.batches(self._places(start))
@@ -102,12 +102,12 @@ class Loader(Ahead[int]):
         return {"seed": self.seed, "epoch": epoch, "position": position}
 
     def load_state(self, state: Mapping[str, int]) -> None:
-        """Continue from a state: seed, epoch and position all come from it."""
+        """Resume from a state: seed, epoch and position."""
         check_state(state)
         count = len(self.dataset)
         if state["epoch"] < 0 or not 0 <= state["position"] < count:
             raise DataError(
-                f"The loader state {dict(state)} does not fit this dataset of {count} windows. "
+                f"The loader state {dict(state)} does not match this dataset of {count} windows. "
                 "The state belongs to other data or another sequence length."
             )
         self._drop_waiting()
@@ -139,7 +139,7 @@ class Loader(Ahead[int]):
 
 def make_batch(dataset: Windows, indices: list[int]) -> Batch:
     windows = np.stack([dataset.window(index) for index in indices])
-    # Cut by numpy: torch would wake its threads for it, which on some machines takes longer than the copy.
+    # By numpy: torch would wake its thread pool, which can take longer than the copy.
     tokens, labels = (
         torch.from_numpy(np.ascontiguousarray(part)) for part in (windows[:, :-1], windows[:, 1:])
     )
@@ -151,8 +151,7 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """The first `samples` windows (or all), in order, once each; the same batches every time.
 
-    Every rank gets equally many batches of one shape, as collectives and compiled code need: rows
-    that fill up the last round carry no label, so they count for nothing.
+    Every rank gets the same number of batches of one shape, for collectives and compiled code; padding rows have no labels.
     """
     count = len(dataset) if samples is None else min(samples, len(dataset))
     for first in range(0, count, micro * world):
@@ -175,7 +174,7 @@ def _check_division(samples_per_step: int, micro: int, world: int) -> None:
         advice = (
             f"Legal values of batch.micro here: {', '.join(legal)}."
             if legal
-            else f"{samples_per_step} samples cannot be shared by {world} ranks with any batch.micro."
+            else f"{samples_per_step} samples cannot be divided among {world} ranks with any batch.micro."
         )
         above = -(-samples_per_step // (micro * world)) * micro * world
         raise RecipeError(

@@ -1,10 +1,9 @@
-"""The order of samples: a shuffle that is a formula, not a list.
+"""The order of samples: a shuffle computed by a Feistel network.
 
-Shuffling a billion samples as a list costs gigabytes on every rank, and the list a random generator
-makes may change with the library's version. A Feistel network is a permutation by construction: split a
-number's bits in two halves, and repeatedly mix one half with a hash of the other. Each place of
-the epoch is computed on its own, so a run can be resumed anywhere without replaying anything. The
-network permutes a power of four; a result outside the range is sent through again until it is inside.
+A shuffled list of a billion samples takes gigabytes on every rank, and depends on the version of the random generator. A
+Feistel network is a permutation by construction: it splits the bits of an index into two halves and repeatedly mixes one with a
+hash of the other. Each position is computed independently, so a run resumes anywhere. The network permutes a power of four; a
+result out of range is permuted again until it is in range (cycle walking).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _MASK = (1 << 64) - 1
 
 
 def shuffled(places: npt.NDArray[np.int64], count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The sample at each place of an epoch: a permutation of range(count), fixed by (seed, epoch)."""
+    """The sample at each position of an epoch: a permutation of range(count), by (seed, epoch)."""
     assert count >= 1
     half_bits = np.uint64(max((count - 1).bit_length() + 1, 2) // 2)
     low_mask = np.uint64((1 << int(half_bits)) - 1)
@@ -40,7 +39,7 @@ def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A strong 64-bit hash (the finaliser of splitmix64); arithmetic on arrays wraps around, as meant."""
+    """A strong 64-bit hash (the finalizer of splitmix64); integer overflow wraps around."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,13 +1,12 @@
 """Packing: the assignment of documents to rows, for an epoch at once.
 
-A packing lays out an epoch as a `PackingPlan` from the documents' lengths alone, so the layout is a pure function of
-lengths, seed and epoch, and a place in it is one number. Empty positions are padding, which costs as much
-as real tokens. Padding rows to the longest is simple and wastes most; sorting by length
-first wastes little but makes batches of one kind; packing several documents into a row wastes almost nothing,
-if attention can be kept inside each document (`rush.data.row_tensors` has their starts).
+A `PackingPlan` of an epoch is a pure function of document lengths, seed and epoch, and a position in it is one number. Padding
+takes as much compute as real tokens. Padding rows to the longest wastes most; sorting by length first wastes little, but makes
+batches of equal lengths; packing several documents into a row wastes almost nothing, if attention stays within each document
+(`rush.data.row_tensors`).
 
-A document of n tokens has n - 1 positions: the last token predicts nothing. One with more positions than
-`batch.sequence` is split into pieces, each a document of its own.
+A document of n tokens has n - 1 positions: the last token has no label. One with more positions than `batch.sequence` is split
+into pieces, each a document of its own.
 Legend: piece (document, first position, one past the last), row, micro batch.
 """
 
@@ -26,7 +25,7 @@ from rush.errors import DataError
 
 Ints = npt.NDArray[np.int64]
 Mix = Callable[[int], Ints]
-"""A permutation of so many things: the epoch's shuffle, or the order as it is."""
+"""A permutation of `count` items: the epoch's shuffle, or the identity."""
 
 
 def in_order(count: int) -> Ints:
@@ -56,28 +55,28 @@ class PackingPlan:
 
 
 class Packing(Protocol):
-    """A way to lay out documents. Its fields are what a recipe may choose."""
+    """A packing. Its fields are the knobs."""
 
     name: ClassVar[str]
     isolated: ClassVar[bool]
-    """Whether a row holds several documents that do not see each other."""
+    """Whether a row holds several documents that attend only within themselves."""
     one_row: ClassVar[bool]
     """Whether a micro batch is one long row."""
     pairs: ClassVar[bool]
     """Whether it can keep the two answers of a preference together."""
 
     def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> PackingPlan:
-        """Lay out the documents of `order`; `lengths` are the tokens of all of them."""
+        """Assign the documents of `order` to rows; `lengths` are the tokens of all documents."""
         ...
 
     def row_length(self, longest: int, sequence: int) -> int:
-        """The length of a micro batch's rows, if the longest of them has so many positions."""
+        """The padded row length of a micro batch whose longest row has `longest` positions."""
         ...
 
 
 @dataclass(frozen=True)
 class Pad:
-    """A document a row, filled up to one of `shapes` lengths; 0 fills up to exactly the longest row."""
+    """One document per row, padded to one of `shapes` lengths; 0: to the longest row."""
 
     shapes: int = 1
     name: ClassVar[str] = "pad"
@@ -87,7 +86,7 @@ class Pad:
 
     def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> PackingPlan:
         pieces = _pieces(lengths, order, sequence)
-        return PackingPlan(pieces, in_order(len(pieces) + 1), _cut(len(pieces), micro))
+        return PackingPlan(pieces, in_order(len(pieces) + 1), _boundaries(len(pieces), micro))
 
     def row_length(self, longest: int, sequence: int) -> int:
         return longest if self.shapes == 0 else _round_up(longest, sequence, self.shapes)
@@ -101,7 +100,7 @@ class Bucket:
     window: int = 100
     """Micro batches whose documents are sorted together."""
     unsorted: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
-    """What the first micro batches of every plan would have been unsorted: tokens, and padding among them."""
+    """Tokens and padding that the first micro batches of every plan would have without sorting."""
     name: ClassVar[str] = "bucket"
     isolated: ClassVar[bool] = False
     one_row: ClassVar[bool] = False
@@ -119,7 +118,7 @@ class Bucket:
         return PackingPlan(np.concatenate(batches), in_order(len(pieces) + 1), first)
 
     def _note_unsorted(self, pieces: Ints, micro: int, sequence: int) -> None:
-        plan = PackingPlan(pieces, in_order(len(pieces) + 1), _cut(len(pieces), micro))
+        plan = PackingPlan(pieces, in_order(len(pieces) + 1), _boundaries(len(pieces), micro))
         tokens, padding = padded_tokens(plan, self, micro, sequence)
         self.unsorted.update(tokens=tokens, padding=padding)
 
@@ -129,7 +128,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Concat:
-    """All documents in one line, cut every `batch.sequence` tokens; what is left at the end is dropped."""
+    """All documents as one token stream, split every `batch.sequence` tokens; the rest at the end is dropped."""
 
     name: ClassVar[str] = "pack_concat"
     isolated: ClassVar[bool] = False
@@ -143,7 +142,7 @@ class Concat:
         if num_rows == 0:
             raise DataError(
                 f"All documents together are {total} tokens, less than one row of batch.sequence = {sequence}, so "
-                "pack_concat has nothing to cut. Use more documents or a shorter sequence."
+                "pack_concat has no row. Use more documents or a shorter sequence."
             )
         edges = np.arange(1, num_rows + 1, dtype=np.int64) * sequence
         stops = np.union1d(ends[ends < edges[-1]], edges)
@@ -152,7 +151,7 @@ class Concat:
         begins = (ends - lengths[order])[which]
         pieces = np.stack([order[which], starts - begins, stops - begins], axis=1)
         rows = np.searchsorted(starts, np.concatenate(([0], edges))).astype(np.int64)
-        return PackingPlan(pieces, rows, _cut(num_rows, micro), dropped=total - num_rows * sequence)
+        return PackingPlan(pieces, rows, _boundaries(num_rows, micro), dropped=total - num_rows * sequence)
 
     def row_length(self, longest: int, sequence: int) -> int:
         return sequence
@@ -160,7 +159,7 @@ class Concat:
 
 @dataclass(frozen=True)
 class BestFit:
-    """Rows of `batch.sequence`, each document whole and in the fullest row that has room, longest first."""
+    """Best-fit decreasing: rows of `batch.sequence`, each document whole, in the fullest row with room, longest first."""
 
     window: int = 4096
     """Documents that are packed together; rows are shuffled afterwards."""
@@ -178,7 +177,7 @@ class BestFit:
             rows += [inside[row] for row in best_fit(sizes[window].tolist(), sequence, most)]
         rows = [rows[place] for place in mix(len(rows))]
         first = np.cumsum([0, *map(len, rows)])
-        return PackingPlan(np.concatenate(rows), first, _cut(len(rows), micro))
+        return PackingPlan(np.concatenate(rows), first, _boundaries(len(rows), micro))
 
     def row_length(self, longest: int, sequence: int) -> int:
         return sequence
@@ -186,11 +185,11 @@ class BestFit:
 
 @dataclass(frozen=True)
 class Flatten:
-    """One row of `batch.micro` × `batch.sequence` tokens a micro batch, made of whole documents in their order;
-    where the next does not fit, the largest that does is taken from those ahead."""
+    """One row of `batch.micro` × `batch.sequence` tokens per micro batch, of whole documents in order; where the next does not fit,
+    the largest that fits is taken from the following ones."""
 
     window: int = 1024
-    """How many documents ahead are looked at."""
+    """Number of following documents to choose from."""
     name: ClassVar[str] = "flatten"
     isolated: ClassVar[bool] = True
     one_row: ClassVar[bool] = True
@@ -200,7 +199,7 @@ class Flatten:
         pieces = _pieces(lengths, order, sequence)
         most = most_documents(lengths, micro * sequence)
         rows = list(fill_rows(_sizes(pieces).tolist(), micro * sequence, most, self.window))
-        # The last row is the emptiest, and the fillers were taken from ahead: the shuffle spreads both.
+        # The last row is the emptiest, and some documents were taken early: the shuffle spreads both.
         rows = [rows[place] for place in mix(len(rows))]
         first = np.cumsum([0, *map(len, rows)])
         return PackingPlan(pieces[np.concatenate(rows)], first, in_order(len(rows) + 1))
@@ -210,7 +209,7 @@ class Flatten:
 
 
 def best_fit(sizes: list[int], capacity: int, most: int) -> list[list[int]]:
-    """Best-fit decreasing: each thing, largest first, into the fullest row that has room; at most `most` in a row."""
+    """Best-fit decreasing: each item, largest first, into the fullest row with room; at most `most` per row."""
     rows: list[list[int]] = []
     open_rows: list[
         tuple[int, int]
@@ -230,7 +229,7 @@ def best_fit(sizes: list[int], capacity: int, most: int) -> list[list[int]]:
 
 
 def fill_rows(sizes: list[int], capacity: int, most: int, window: int) -> Iterator[list[int]]:
-    """Things in their order, row by row; the space at the end of a row is filled from the next `window` things."""
+    """Items in order, row by row; the space at the end of a row is filled from the next `window` items."""
     ahead: list[
         tuple[int, int]
     ] = []  # (size, -place) of what is not taken: of equal ones the first comes last
@@ -260,17 +259,17 @@ def fill_rows(sizes: list[int], capacity: int, most: int, window: int) -> Iterat
 
 
 def most_documents(lengths: Ints, capacity: int) -> int:
-    """How many documents a row may hold: four times what fits on average, rounded up to a power of two.
+    """The maximum number of documents per row: four times the average, rounded up to a power of two.
 
-    The limit makes the list of their beginnings as long in every batch, so that a compiler sees one shape; a row of
-    uncommonly many short documents is closed before it is full.
+    The limit gives `starts_n` one length in every batch, so that a compiler sees one shape; a row of unusually many short
+    documents is closed before it is full.
     """
     positions = max(1.0, float(lengths.mean()) - 1)
     return 1 << max(4, int(np.ceil(np.log2(max(1.0, 4 * capacity / positions)))))
 
 
 def padded_tokens(plan: PackingPlan, packing: Packing, micro: int, sequence: int) -> tuple[int, int]:
-    """Tokens of a plan's micro batches, and how many of them are padding, from lengths alone."""
+    """Tokens of a plan's micro batches, and how many of them are padding."""
     real, whole = 0, 0
     for index in range(len(plan)):
         sizes = [int(_sizes(row).sum()) for row in plan.batch(index)]
@@ -281,7 +280,7 @@ def padded_tokens(plan: PackingPlan, packing: Packing, micro: int, sequence: int
 
 
 def _pieces(lengths: Ints, order: Ints, sequence: int) -> Ints:
-    """Every document's positions in order, those with more than a row's in several pieces."""
+    """The pieces of all documents in order; documents longer than a row have several."""
     positions = lengths[order] - 1
     counts = -(-positions // sequence)
     number = in_order(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -295,8 +294,8 @@ def _sizes(pieces: Ints) -> Ints:
     return sizes
 
 
-def _cut(count: int, each: int) -> Ints:
-    """Where `count` things are cut into lots of `each`; the last may be smaller."""
+def _boundaries(count: int, each: int) -> Ints:
+    """Boundaries of `count` items in groups of `each`; the last may be smaller."""
     return np.append(np.arange(0, count, each, dtype=np.int64), count)
 
 
@@ -310,7 +309,7 @@ def _round_up(length: int, limit: int, shapes: int) -> int:
 
 
 def join_plans(plans: Iterable[PackingPlan]) -> PackingPlan:
-    """One after the other."""
+    """Concatenate plans."""
     listed = list(plans)
     rows, batches, num_pieces, num_rows = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], 0, 0
     for plan in listed:

@@ -19,8 +19,8 @@ from rush.errors import DataError, MachineError, RecipeError
 Place = TypeVar("Place")
 
 
-class Ahead(ABC, Generic[Place]):
-    """A loader's threads. A subclass names the places of its batches and says how one is made."""
+class PrefetchingLoader(ABC, Generic[Place]):
+    """A loader with prefetching threads. A subclass defines the positions of its batches and builds one."""
 
     def __init__(self, rank: int, world: int, workers: int, pin: bool) -> None:
         if not 0 <= rank < world:
@@ -38,19 +38,19 @@ class Ahead(ABC, Generic[Place]):
 
     @abstractmethod
     def _job(self, place: Place) -> Callable[[], Batch]:
-        """What makes the batch at a place. Called here; the job may run in a thread."""
+        """A function that builds the batch at a position; it may run in a thread."""
 
     @abstractmethod
     def _following(self, place: Place) -> Place:
-        """The place of this rank's next batch."""
+        """The position of this rank's next batch."""
 
     def batches(self, places: Iterable[Place]) -> Iterator[Batch]:
-        """The batches at these places, made when asked for, or by the threads before that."""
+        """The batches at these positions, built on demand or prefetched."""
         for place in places:
             if self._pool is None:
                 yield self._finished(self._job(place))
                 continue
-            while self._waiting and self._waiting[0][0] != place:  # a step was left before its end
+            while self._waiting and self._waiting[0][0] != place:  # the last step was not read to its end
                 self._waiting.popleft()[1].cancel()
             last = self._waiting[-1][0] if self._waiting else None
             while len(self._waiting) <= self._ahead:
@@ -81,6 +81,6 @@ class Ahead(ABC, Generic[Place]):
 
 
 def check_state(state: Mapping[str, int]) -> None:
-    """A loader's state is three whole numbers."""
+    """Validate a loader state: three integers."""
     if set(state) != {"seed", "epoch", "position"} or any(type(v) is not int for v in state.values()):
         raise DataError(f"Not a loader state: {dict(state)}. Expected whole numbers seed, epoch, position.")

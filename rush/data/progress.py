@@ -14,7 +14,7 @@ from rush.data.prepare import Progress
 
 @contextlib.contextmanager
 def progress_bar(console: Console | None = None) -> Iterator[Callable[[Progress], None]]:
-    """Use as `with progress_bar() as show: prepare(…, progress=show)`. Appears with the first report."""
+    """Use as `with progress_bar() as show: prepare(…, progress=show)`. Shown from the first report on."""
     columns = (
         TextColumn("Preparing data"),
         BarColumn(),
@@ -23,7 +23,7 @@ def progress_bar(console: Console | None = None) -> Iterator[Callable[[Progress]
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    # The drawing goes to stderr, so that what a command prints for machines stays clean.
+    # On stderr, so that stdout is clean for JSON.
     with Bar(*columns, console=console or Console(stderr=True)) as bar:
         task = bar.add_task("prepare", total=None, visible=False, documents=0, tokens=0)
 

@@ -1,4 +1,4 @@
-"""Published tokenizers by name: from this machine first, from the Hugging Face hub otherwise."""
+"""Published tokenizers by name: local, or from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
 def find_tokenizer(name: str, key: str = "data.tokenizer", *, trainable: bool = True) -> Tokenizer:
     """A tokenizer by path (a tokenizer.json or its folder), by our short name, or by hub name OWNER/NAME.
 
-    `key` is what named it, and `trainable` whether one could be trained instead: for what a message advises.
+    `key` and `trainable` (whether one could be trained instead) are for messages.
     """
     path = Path(name).expanduser()
     if path.exists():
@@ -30,7 +30,7 @@ def find_tokenizer(name: str, key: str = "data.tokenizer", *, trainable: bool = 
 
 
 def _fetch(repository: str, key: str, trainable: bool) -> Path:
-    """The folder of a tokenizer's files in the hub's own cache, filled from the hub where needed."""
+    """The folder of a tokenizer's files in the hub's cache, downloaded if necessary."""
     hub: Any = import_extra("huggingface_hub", "hub", f"Fetching the tokenizer of {repository}")
     errors: Any = import_extra("huggingface_hub.errors", "hub", f"Fetching the tokenizer of {repository}")
     instead = f"; or set {key}='train'" if trainable else ""

@@ -1,12 +1,11 @@
-"""Pieces of documents written into tensors: tokens, labels, and where each document begins.
+"""Tensors of packed rows: tokens, labels, document ids and document starts.
 
-Attention must know which tokens belong together. `documents_bt` numbers the document of each token, for whoever
-masks by it. `starts_n` says the same for kernels that walk over one long line of documents: the place where each
-begins in the flattened micro batch, and the end; it is made here, once a batch and on the host, so that no
-layer computes it and nothing waits for the device. It always has the same length: the end is repeated.
+Attention needs the document of each token: `documents_bt` has the ids, for masks; `starts_n` has the starts in the flattened
+micro batch and the end (cu_seqlens), for variable-length kernels. It is computed here, once per batch on the host, without a
+synchronization. It has a fixed length: the end is repeated.
 
-Padding behind the last document of a row is a document of its own (or several, none longer than
-`batch.sequence`, because kernels are told that nothing is), without a label.
+Padding after the last document of a row is a document of its own (or several, none longer than `batch.sequence`, the maximum
+length that kernels are given), without labels.
 Legend: b rows, t positions, n documents + 1.
 """
 
@@ -22,14 +21,14 @@ from rush.data.documents import Documents
 from rush.data.loader import SampleNames
 from rush.data.packing import Ints, Packing
 
-FILLING = 0
-"""The token that padding is made of; nothing learns from it."""
+PADDING_TOKEN = 0
+"""The padding token."""
 
 
 def padded_batch(
     documents: Documents, rows: Sequence[Ints], num_rows: int, packing: Packing, sequence: int
 ) -> Batch:
-    """Rows filled up at their ends. Documents in a row, if several, see each other."""
+    """Rows padded at their ends. Several documents in a row attend to each other."""
     sizes = [int((row[:, 2] - row[:, 1]).sum()) for row in rows]
     length = packing.row_length(max(sizes, default=sequence), sequence)
     tokens_bt, labels_bt = _empty(num_rows, length)
@@ -48,7 +47,7 @@ def padded_batch(
 def packed_batch(
     documents: Documents, rows: Sequence[Ints], num_rows: int, length: int, longest: int, most: int
 ) -> Batch:
-    """Rows of several documents that do not see each other; at most `most` in a row, none above `longest`."""
+    """Rows of several documents that attend only within themselves; at most `most` per row, none longer than `longest`."""
     tokens_bt, labels_bt = _empty(num_rows, length)
     positions_bt, documents_bt = np.zeros_like(tokens_bt), np.zeros_like(tokens_bt)
     starts = [0]
@@ -68,7 +67,7 @@ def packed_batch(
             documents_bt[row, place:end] = documents_bt[row, place - 1] + 1 if place else 0
             place = end
             starts.append(row * length + end)
-    # A document for each place in every row, and as many of padding as an empty row would need.
+    # At most `most` documents per row, and as many padding documents as an empty row needs.
     fixed = num_rows * (most + -(-length // longest)) + 1
     assert len(starts) <= fixed, f"{len(starts)} documents, {fixed} places for them"
     starts += [num_rows * length] * (fixed - len(starts))
@@ -84,13 +83,12 @@ def packed_batch(
 
 
 def _empty(num_rows: int, length: int) -> tuple[Ints, Ints]:
-    tokens_bt = np.full((num_rows, length), FILLING, dtype=np.int64)
+    tokens_bt = np.full((num_rows, length), PADDING_TOKEN, dtype=np.int64)
     return tokens_bt, np.full((num_rows, length), IGNORED, dtype=np.int64)
 
 
 def _write(documents: Documents, piece: Ints, tokens_t: Ints, labels_t: Ints, place: int) -> int:
-    """Put a piece at `place` of a row; the place after it is returned. A label is the next token of its document,
-    where that is a target."""
+    """Write a piece at `place` of a row and return its end. A label is the next token of the document, if that is a target."""
     index, start, stop = (int(value) for value in piece)
     tokens, trained = documents.tokens(index), documents.trained(index)
     end = place + stop - start

@@ -18,7 +18,7 @@ ADVICE = "Prepare the data again (rush data prepare --force), or restore the fil
 
 
 class Files(Protocol):
-    """A part of prepared data: several files with their sizes and checksums."""
+    """A shard of prepared data: several files with their sizes and checksums."""
 
     @property
     def bytes(self) -> Mapping[str, int]: ...
@@ -28,13 +28,13 @@ class Files(Protocol):
 
 
 def write_sealed(folder: Path, body: dict[str, Any]) -> None:
-    """Write `body` as the folder's manifest, with its seal."""
+    """Write `body` as the folder's manifest, with its checksum."""
     sealed = {**body, "sha256": _seal(body)}
     write_atomic(folder / "manifest.json", (json.dumps(sealed, indent=1) + "\n").encode())
 
 
 def read_sealed(folder: Path, form: str, version: int, what: str) -> dict[str, Any]:
-    """The manifest's body, whole, unedited and of this form, or a DataError that says what is wrong."""
+    """The manifest's body; DataError where it is damaged, edited or of another format."""
     path = folder / "manifest.json"
     if not path.is_file():
         raise DataError(
@@ -58,7 +58,7 @@ def read_sealed(folder: Path, form: str, version: int, what: str) -> dict[str, A
 
 
 def check_files(folder: Path, parts: Iterable[Files], suffixes: Sequence[str], *, content: bool) -> None:
-    """Every file is there with its size and, if `content` is asked for, its checksum."""
+    """Check that every file exists with its size and, with `content`, its checksum."""
     for part in parts:
         for suffix in suffixes:
             path = part.path(folder, suffix)
@@ -72,7 +72,7 @@ def check_files(folder: Path, parts: Iterable[Files], suffixes: Sequence[str], *
 
 
 def check_tokenizer(folder: Path, sha256: str) -> None:
-    """The tokenizer beside the data is the one it was made with."""
+    """Check that the stored tokenizer is the one the data was encoded with."""
     path = folder / "tokenizer" / "tokenizer.json"
     if not path.is_file():
         raise DataError(f"{path} is missing. {ADVICE}")

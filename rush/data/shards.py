@@ -8,7 +8,8 @@
                                     of tokens), where its name starts in .ids (and the number of bytes)
     FOLDER/train/00000.ids          the documents' names, UTF-8, back to back
 
-Reading a batch parses nothing: the kernel pages in the bytes that are touched, shared by all processes. Opening checks names and sizes; `verify_shards(full=True)` reads every byte.
+Shards are memory-mapped: the kernel pages in what is read, shared by all processes. Opening checks names and sizes;
+`verify_shards(full=True)` reads every byte.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Manifest:
 
     @property
     def content_sha256(self) -> str:
-        """Names the tokens themselves, wherever they came from: equal for equal training data."""
+        """Hash of the tokens: equal for equal training data, whatever its source."""
         sums = [(shard.split, shard.documents, shard.sha256["bin"]) for shard in self.shards]
         return hashlib.sha256(json.dumps([self.dtype, sums]).encode()).hexdigest()
 
@@ -82,7 +83,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @dataclass
 class ShardWriter:
-    """Writes one shard. Until `finish`, its files have temporary names; an abandoned one leaves no shard."""
+    """Writes one shard, under temporary names until `finish`."""
 
     folder: Path
     split: str
@@ -115,7 +116,7 @@ class ShardWriter:
         self.text_bytes += text_bytes
 
     def finish(self) -> Shard | None:
-        """Publish the shard; None where it received no document."""
+        """Rename the shard into place; None without documents."""
         if self._file is None:
             return None
         self._file.close()
@@ -145,7 +146,7 @@ class ShardWriter:
 
 @contextlib.contextmanager
 def shard_writers(folder: Path, name: str, vocab_size: int, eos_id: int) -> Iterator[dict[str, ShardWriter]]:
-    """A writer per split, abandoned together when something goes wrong."""
+    """One writer per split; their temporary files are removed on an error."""
     writers = {split: ShardWriter(folder, split, name, vocab_size, eos_id) for split in SPLITS}
     try:
         yield writers
@@ -164,7 +165,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a prepared folder, whole and unedited, or a DataError that says what is wrong."""
+    """The manifest of a prepared folder; DataError where it is damaged or edited."""
     body = read_sealed(folder, FORMAT, VERSION, "token shards")
     shards = tuple(Shard(**shard) for shard in body["shards"])
     names = ("dtype", "vocab_size", "eos_id", "tokenizer_sha256", "key", "preparation")
@@ -193,7 +194,7 @@ def _verify_content(folder: Path, manifest: Manifest) -> None:
 
 
 def check_ids(tokens: npt.NDArray[Any], vocab_size: int, path: Path, offset: int) -> None:
-    """Refuse ids an embedding has no row for: on a GPU they would end in an obscure device assertion."""
+    """Refuse ids outside the vocabulary: on a GPU they would be a device-side assert."""
     if tokens.size and int(tokens.max()) >= vocab_size:
         bad = int(np.flatnonzero(tokens >= vocab_size)[0])
         raise DataError(
@@ -204,7 +205,7 @@ def check_ids(tokens: npt.NDArray[Any], vocab_size: int, path: Path, offset: int
 
 @dataclass(frozen=True)
 class MappedShard:
-    """A shard's arrays, mapped: opening costs nothing, reading costs what is read."""
+    """The memory-mapped arrays of a shard."""
 
     tokens: npt.NDArray[Any]
     starts: npt.NDArray[np.int64]  # of documents in `tokens`, and its length

@@ -1,11 +1,10 @@
-"""Where text comes from: files, the Python standard library, or a dataset on the Hugging Face hub.
+"""Text sources: files, the Python standard library, or a dataset on the Hugging Face hub.
 
-A source is opened in two moves. `plan_units` cuts it into units of work from file sizes alone, and
-`read_unit` reads one. A unit is what one worker takes, what becomes one shard, and what is not redone
-after an interruption; because the cut never depends on how many workers there are, neither does the
-result. `describe_source` is the cheap question asked first: is this still the corpus that was prepared?
+`plan_units` divides a source into units of work by file sizes alone, and `read_unit` reads one. A unit is one worker's task,
+becomes one shard, and is not repeated after an interruption. Units do not depend on the number of workers, so the result does
+not either. `describe_source` identifies a source without reading it.
 
-The default source, `python-stdlib`, is on every machine: some 10 MB of real text that needs no network.
+The default source, `python-stdlib`, is on every machine: some 10 MB of text that needs no network.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MIN_UNIT_BYTES = 1 << 20
 MAX_UNIT_BYTES = 64 << 20
 UNITS_WANTED = 64
 
-# Ready entries: the text column and the published schema, so that local copies are read the same way.
+# Known datasets with their text column and schema; local copies are read the same way.
 HUB_SOURCES = {
     "fineweb-edu": HubDataset(
         "HuggingFaceFW/fineweb-edu",
@@ -43,7 +42,7 @@ HUB_SOURCES = {
 }  # fmt: skip
 LOCAL_SOURCES = ("files", "python-stdlib")
 
-# Not text a reader would call the library: its tests, what is installed beside it, generated tables.
+# Not part of the library proper: tests, installed packages, generated tables.
 _STDLIB_SKIPPED = frozenset(
     {
         "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled", "lib-dynload",
@@ -61,7 +60,7 @@ class Unit:
 def open_source(
     source: str, files: Sequence[str] = (), text_field: str = "text", limit: int | None = None
 ) -> Iterator[Document]:
-    """All documents of a source, in its one order; at most `limit` of them."""
+    """All documents of a source, in order; at most `limit`."""
     for unit in plan_units(source, files, text_field, limit):
         yield from read_unit(unit, text_field)
 
@@ -69,7 +68,7 @@ def open_source(
 def describe_source(
     source: str, files: Sequence[str] = (), text_field: str = "text", limit: int | None = None
 ) -> dict[str, Any]:
-    """What identifies a source without reading it: names, sizes and modification times."""
+    """Identifies a source without reading it: names, sizes and modification times."""
     described: dict[str, Any] = {"source": source, "text_field": text_field, "limit": limit}
     dataset = _hub_dataset(source, files)
     if dataset is not None:
@@ -84,7 +83,7 @@ def describe_source(
 def plan_units(
     source: str, files: Sequence[str] = (), text_field: str = "text", limit: int | None = None
 ) -> list[Unit]:
-    """Cut a source into units. A pure function of the files (and of the limit), never of the machine."""
+    """Divide a source into units: a pure function of the files and the limit."""
     if limit is not None and limit < 1:
         raise RecipeError(
             f"data.limit is {limit}; it counts documents and must be at least 1, or be left out."
@@ -112,7 +111,7 @@ def read_unit(unit: Unit, text_field: str) -> Iterator[Document]:
 
 
 def grouped(slices: Iterable[Slice], unit_bytes: int) -> Iterator[list[Slice]]:
-    """Neighbours together until they weigh enough: a thousand small files are not a thousand shards."""
+    """Group neighboring slices up to `unit_bytes`, so that small files share a shard."""
     group: list[Slice] = []
     held = 0
     for piece in slices:
@@ -127,7 +126,7 @@ def grouped(slices: Iterable[Slice], unit_bytes: int) -> Iterator[list[Slice]]:
 
 
 def _limited(slices: Iterable[Slice], text_field: str, limit: int) -> Iterator[Slice]:
-    """The slices that hold the first `limit` documents. Counts by reading, and no further than needed."""
+    """The slices with the first `limit` documents, counted by reading."""
     left = limit
     for piece in slices:
         count = sum(1 for _ in read_slice(replace(piece, take=left), text_field))
@@ -138,7 +137,7 @@ def _limited(slices: Iterable[Slice], text_field: str, limit: int) -> Iterator[S
 
 
 def _hub_dataset(source: str, files: Sequence[str]) -> HubDataset | None:
-    """The hub dataset meant, or None where the text is on this machine. Also refuses unknown names."""
+    """The hub dataset of a source, None for a local one; RecipeError for unknown names."""
     if source.startswith("hub:"):
         if files:
             raise RecipeError("data.files is given, so data.source must be 'files', not a hub dataset.")
@@ -184,7 +183,7 @@ def _stdlib_files() -> list[Path]:
     root = _stdlib_root()
     found = []
     for folder, inside, names in os.walk(root):
-        # Installed packages lie there, too, and are many times as much: skipped folders are not looked into.
+        # Installed packages are there too, many times as large: skipped folders are not walked.
         inside[:] = [name for name in inside if name not in _STDLIB_SKIPPED]
         sources = (n for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata"))
         found += [Path(folder, name) for name in sources]
@@ -201,7 +200,7 @@ def _describe_file(path: Path, root: Path | None) -> dict[str, Any]:
     stat = _stat(path)
     name = path.relative_to(root) if root is not None else path
     described = {"path": name.as_posix(), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    # Tables were once read as plain text: what was prepared of them then is not found again.
+    # Tables were once read as plain text: data prepared then is not reused.
     return described | {"rows": "csv"} if root is None and file_kind(path) == "csv" else described
 
 

@@ -1,13 +1,10 @@
-"""Text to numbers and back: a thin, careful wrapper over Hugging Face `tokenizers`.
+"""Tokenizers: a thin wrapper over Hugging Face `tokenizers`.
 
-Three things are easy to get wrong and are settled here once. A `tokenizer.json` may carry truncation
-or padding left over from another training: both are switched off, a document is encoded whole. Nothing
-is added around a text; the end-of-document token is the shard writer's business. And a corpus may
-contain the letters `<|endoftext|>`: read as text (`specials=False`) they are ordinary characters, and
-cannot forge the end of a document.
+Truncation and padding of a `tokenizer.json` are disabled: documents are encoded whole. No special tokens are added around a
+text; the shard writer adds the end-of-document token. Text such as `<|endoftext|>` in a corpus is encoded as ordinary characters
+(`specials=False`) and cannot end a document.
 
-The offline default is a byte-level BPE trained on the corpus: it starts from the 256 bytes, so every
-possible text has an encoding that decodes to exactly itself.
+The offline default is a byte-level BPE trained on the corpus: every text has an encoding that decodes to itself.
 """
 
 from __future__ import annotations
@@ -27,9 +24,9 @@ from rush.errors import DataError
 from rush.files import write_atomic
 
 END_OF_TEXT = "<|endoftext|>"
-# What published tokenizers call the end of a text, for a tokenizer.json without its tokenizer_config.json.
+# Usual end-of-text tokens, for a tokenizer.json without tokenizer_config.json.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "<|eot_id|>")
-# Words, numbers, code, other scripts, spaces: what tokenizers of one vocabulary may still cut differently.
+# Words, numbers, code, other scripts, spaces, which tokenizers with equal vocabularies may split differently.
 _PROBE = "The quick brown fox's 3 rings: 12345.678 \u20ac\n\tdef f(x_1):  return {'a': [x_1 ** 2]}\nNa\u00efve \u0394\u03b9 \u6771\u4eac \u043c\u0438\u0440!"
 
 
@@ -44,7 +41,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """From a folder in the Hugging Face layout, or a tokenizer.json (its neighbours are read too)."""
+        """From a Hugging Face folder, or a tokenizer.json (the files next to it are read too)."""
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
@@ -84,14 +81,14 @@ class Tokenizer:
 
     @functools.cached_property
     def _literal(self) -> tokenizers.Tokenizer:
-        """A second instance, because reading special tokens as text is a switch on the whole object."""
+        """A second instance: encoding special tokens as text is a setting of the whole object."""
         core = _parse(self.json_text, "tokenizer.json")
         core.encode_special_tokens = True
         return core
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id: ids may have holes, and an embedding needs a row for each."""
+        """One more than the largest id: ids may have gaps, and an embedding needs a row for each."""
         return max(self._core.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
@@ -114,9 +111,9 @@ class Tokenizer:
         return hashlib.sha256(self.json_text.encode()).hexdigest()
 
     def difference(self, other: Tokenizer) -> str | None:
-        """How another tokenizer gives texts other numbers, as the end of a sentence; None where it does not.
+        """How another tokenizer encodes differently, for messages; None where it does not.
 
-        By content: files may be formatted otherwise, templates and what is added around a text may differ.
+        By content: file formatting, templates and added special tokens may differ.
         """
         mine, theirs = ({id_: token for token, id_ in t._core.get_vocab().items()} for t in (self, other))
         unlike = sorted(id_ for id_ in mine.keys() | theirs.keys() if mine.get(id_) != theirs.get(id_))
@@ -127,16 +124,16 @@ class Tokenizer:
                 f"{mine.get(first)!r} in one and {theirs.get(first)!r} in the other)"
             )
         if self.encode(_PROBE, specials=False) != other.encode(_PROBE, specials=False):
-            return "the vocabulary is the same, but texts are cut otherwise"
+            return "the vocabulary is the same, but texts are split differently"
         return None
 
     def encode(self, text: str, *, specials: bool = True) -> list[int]:
-        """Ids of a text, nothing added. `specials=False` reads names of special tokens as plain letters."""
+        """Ids of a text, nothing added. `specials=False` encodes the names of special tokens as plain text."""
         core = self._core if specials else self._literal
         return list(core.encode(text, add_special_tokens=False).ids)
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of many documents of a corpus, each as plain text. Faster than one by one."""
+        """Ids of many documents, each as plain text; faster than one by one."""
         encoded = self._literal.encode_batch_fast(list(texts), add_special_tokens=False)
         return [one.ids for one in encoded]
 
@@ -144,7 +141,7 @@ class Tokenizer:
         return self._core.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> str:
-        """The conversation as text, by the tokenizer's own template (sandboxed)."""
+        """The conversation rendered by the tokenizer's chat template (sandboxed)."""
         if self.chat_template is None:
             raise DataError(
                 "This tokenizer has no chat template (neither chat_template.jinja nor a chat_template in "
@@ -258,7 +255,7 @@ def _end_token(core: tokenizers.Tokenizer, config: dict[str, Any], name: str) ->
 
 
 def _default_template(template: Any) -> str | None:
-    """Some tokenizers carry a list of named templates; the one called default is meant."""
+    """The template named default, where a tokenizer has a list of them."""
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")

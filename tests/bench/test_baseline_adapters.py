@@ -29,7 +29,7 @@ from rush.bench.baseline_run import (
 from rush.data import Batch
 from rush.data.batch import IGNORED
 from rush.data.conversations import DocumentSet
-from rush.data.row_tensors import FILLING
+from rush.data.row_tensors import PADDING_TOKEN
 from rush.hardware import probe
 from rush.hub.weight_names import exported_name
 from rush.models import Shape
@@ -64,7 +64,7 @@ def padded() -> Batch:
     tokens_bt = tokens_bt[:, :-1].clone()
     labels_bt[0, :4] = IGNORED
     labels_bt[1, :2], labels_bt[1, 13:] = IGNORED, IGNORED
-    tokens_bt[1, 13:] = FILLING
+    tokens_bt[1, 13:] = PADDING_TOKEN
     return Batch(tokens_bt, labels_bt, ("a", "b"), padding=7)
 
 

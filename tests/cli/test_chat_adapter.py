@@ -179,7 +179,7 @@ def test_merged_it_says_what_base_and_adapter_say(
         (["merge", "{models}/adapter", "--to", "{models}"], 2, "exists and is not an empty folder"),
         (["export", "{models}/base", "--adapter", "--to", "{tmp}/x"], 3, "was not trained with adapters"),
         (["export", "{models}/base", "--adapter", "--dtype", "bfloat16", "--to", "{tmp}/x"], 2, "is for whole models"),
-        (["chat", "{models}/base", "--template", "chatmal"], 2, "no template known here"),
+        (["chat", "{models}/base", "--template", "chatmal"], 2, "which is not a template"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )  # fmt: skip

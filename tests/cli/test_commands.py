@@ -191,7 +191,7 @@ def test_every_command_has_help(words: list[str], capfd: pytest.CaptureFixture[s
 
 
 def test_shell_completion_offers_recipes() -> None:
-    from rush.cli.complete import complete_recipe
+    from rush.cli.options import complete_recipe
 
     assert complete_recipe("gpt2-1") == ["gpt2-1.5b", "gpt2-124m", "gpt2-124m-fast", "gpt2-124m-fp8"]
 

@@ -409,9 +409,7 @@ def test_a_template_that_begins_twice_is_refused(chatty: Tokenizer) -> None:
 
 
 def test_an_unknown_template_is_refused_with_the_nearest(tokenizer: Tokenizer) -> None:
-    with pytest.raises(
-        RecipeError, match=r"'chatlm', which is no template known here; did you mean 'chatml'\?"
-    ):
+    with pytest.raises(RecipeError, match=r"'chatlm', which is not a template; did you mean 'chatml'\?"):
         find_template("chatlm", tokenizer)
 
 

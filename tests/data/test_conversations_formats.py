@@ -73,9 +73,9 @@ def test_a_pair_is_a_prompt_and_two_ways_to_go_on(row: dict[str, Any], pair: Pai
     ("row", "reason", "said"),
     [
         ({"messages": [USER]}, "no answer", "the last turn is the user's"),
-        ({"messages": [USER, {**ASSISTANT, "content": None, "tool_calls": [{"function": {"name": "f"}}]}]}, "calls of tools",
+        ({"messages": [USER, {**ASSISTANT, "content": None, "tool_calls": [{"function": {"name": "f"}}]}]}, "tool calls",
          r"messages\[1\] has tool_calls"),
-        ({"messages": [USER, {**ASSISTANT, "function_call": {"name": "f"}}]}, "calls of tools", "has function_call"),
+        ({"messages": [USER, {**ASSISTANT, "function_call": {"name": "f"}}]}, "tool calls", "has function_call"),
         *(({"messages": [USER, {**ASSISTANT, "weight": weight}]}, "unknown weight", r"messages\[1\] has the weight .* Allowed: 0")
           for weight in (0.5, -1, 2, "0", True, [], float("nan"))),
         ({"messages": [SYSTEM, USER, ASSISTANT], "system": "Be long."}, "two system turns", "say different things"),

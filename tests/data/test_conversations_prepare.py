@@ -359,7 +359,7 @@ def test_a_split_without_documents_says_so(write: Write, asked: DocumentPreparat
     folder = prepare_documents(
         replace(asked, files=(str(write(talks(5))),), validation=0.0), tmp_path / "cache", workers=1
     )
-    with pytest.raises(DataError, match=r"validation split .* holds no document: 5 in all.*data\.validation"):
+    with pytest.raises(DataError, match=r"validation split .* holds no document: 5 in total.*data\.validation"):
         DocumentSet(folder, "validation")
     with pytest.raises(RecipeError, match="Unknown split 'test'"):
         DocumentSet(folder, "test")

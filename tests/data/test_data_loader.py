@@ -237,7 +237,7 @@ def test_workers_fetch_ahead_while_the_step_is_computed() -> None:
             r"Legal values of batch.micro here: 1, 2, 5, 10\. Or make a step a multiple of 4, such as 12",
         ),
         (12, 4, 2, r"Legal values of batch.micro here: 1, 2, 3, 6\."),
-        (10, 1, 4, "10 samples cannot be shared by 4 ranks"),
+        (10, 1, 4, "10 samples cannot be divided among 4 ranks"),
         (4, 8, 1, "Legal values of batch.micro here: 1, 2, 4"),
         (4, 0, 1, "must each be at least 1"),
         (0, 1, 1, "must each be at least 1"),

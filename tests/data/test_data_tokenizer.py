@@ -238,7 +238,7 @@ def test_tokenizers_are_compared_by_what_they_make_of_texts(
         ]
     )
     cut = Tokenizer(core.to_str(), tokenizer.eos_token)
-    assert tokenizer.difference(cut) == "the vocabulary is the same, but texts are cut otherwise"
+    assert tokenizer.difference(cut) == "the vocabulary is the same, but texts are split differently"
 
 
 def test_another_librarys_copy_of_a_tokenizer_is_the_same_tokenizer(

@@ -186,7 +186,7 @@ def test_bad_input_is_refused_in_a_sentence() -> None:
             RecipeError, match=f"{packing.name} cannot keep the two answers of a preference together"
         ):
             loader_of(packing, [5, 6], paired=True)
-    with pytest.raises(RecipeError, match=r"cannot be dealt to 3 rank\(s\)"):
+    with pytest.raises(RecipeError, match=r"cannot be divided among 3 rank\(s\)"):
         loader_of(Pad(), world=3)
     with pytest.raises(RecipeError, match="Rank 2 of 2 does not exist"):
         loader_of(Pad(), rank=2, world=2)
@@ -202,8 +202,8 @@ def test_bad_input_is_refused_in_a_sentence() -> None:
     [
         ({"seed": 1, "epoch": 0}, "Not a loader state"),
         ({"seed": 1, "epoch": 0, "position": 1.0}, "Not a loader state"),
-        ({"seed": 1, "epoch": -1, "position": 0}, "does not fit these documents"),
-        ({"seed": 1, "epoch": 0, "position": 27}, "which make 27 micro batches"),
+        ({"seed": 1, "epoch": -1, "position": 0}, "does not match these documents"),
+        ({"seed": 1, "epoch": 0, "position": 27}, "which give 27 micro batches"),
     ],
 )
 def test_a_state_of_other_data_is_refused(state: dict[str, Any], why: str) -> None:

@@ -194,7 +194,7 @@ def test_a_row_that_differs_after_the_resume_is_named() -> None:
         "/lib/torch/x.py:3: UserWarning: something is deprecated",
         "W0712 10:11:12.345000 77 torch/_inductor/utils.py:9] not enough SMs",
         "[W712 10:11:12.345678901 Module.cpp:77] symbolizing",
-        "Exception ignored in: <function Ahead.__del__>",
+        "Exception ignored in: <function PrefetchingLoader.__del__>",
         "Traceback (most recent call last):",
     ],
 )

@@ -1,12 +1,11 @@
-"""Questions and answers from the standard library's docstrings: chat data that is on every machine.
+"""Chat data from the standard library's docstrings, available on every machine.
 
-A source file is parsed, never imported, so nothing runs. Its public modules, classes and functions are asked
-about in varied words; answers are first paragraphs, whole docstrings, signatures and lists of methods, and
-classes are talked about in several turns. Which words and which kind depend on a hash of the name alone.
+Source files are parsed, not imported. Questions about public modules, classes and functions vary in wording; answers are first
+paragraphs, whole docstrings, signatures and lists of methods; classes have conversations of several turns. Wording and kind
+depend on a hash of the name alone.
 
-For preferences, the right answer stands against a wrong one, about a quarter each: what another object's docstring says, the
-right answer broken off before its last word, with two neighbouring words in each other's place, or its beginning
-said over and over. A small model prefers the wrong one often enough to have something to learn.
+For preferences the rejected answer is one of four kinds: another object's docstring, the right answer without its last word,
+with two neighboring words swapped, or its beginning repeated. A small model prefers it often enough to learn something.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from typing import Any, TypeVar
 from rush.errors import DataError
 
 VERSION = 2
-"""Part of what names prepared data: raise it when other rows come out."""
+"""Part of the fingerprint of prepared data: increase it when the rows change."""
 
 _T = TypeVar("_T")
-# What few would ask about: programs that come with Python, and what newer versions have dropped.
+# Programs that come with Python, and packages that newer versions removed.
 _SKIPPED = frozenset({"idlelib", "lib2to3", "distutils", "turtledemo", "ensurepip"})
 _ANSWER_LETTERS = 600
 _WHAT = {
@@ -103,8 +102,8 @@ def docstring_pairs(path: str) -> Rows:
     answers = sorted({thing.summary for thing in everything})
     for thing in things:
         for one in (thing, *thing.methods):
-            wrong = _wrong(one, answers)
-            if wrong is None or not _fit(one.summary):
+            wrong = _wrong_answer(one, answers)
+            if wrong is None or not _is_answer(one.summary):
                 continue
             prompt = _pick(_WHAT[one.kind], one.name, "question").format(name=one.name)
             row = {"prompt": prompt, "chosen": one.summary, "rejected": wrong}
@@ -113,24 +112,24 @@ def docstring_pairs(path: str) -> Rows:
 
 def _conversations(thing: _Thing) -> Iterator[list[dict[str, str]]]:
     name = thing.name
-    if _fit(thing.summary):
+    if _is_answer(thing.summary):
         yield _talk(_pick(_WHAT[thing.kind], name, "first").format(name=name), thing.summary)
         yield _talk(_pick(_WHAT[thing.kind], name, "second", other="first").format(name=name), thing.summary)
-    if thing.docstring != thing.summary and _fit(thing.docstring):
+    if thing.docstring != thing.summary and _is_answer(thing.docstring):
         yield _talk(_pick(_DETAIL, name, "detail").format(name=name), thing.docstring)
     if thing.call:
         yield _talk(_pick(_CALL, name, "call").format(name=name), thing.call)
-    if thing.methods and _fit(thing.summary):
+    if thing.methods and _is_answer(thing.summary):
         method = _pick(thing.methods, name, "method")
         known = ", ".join(one.short_name for one in thing.methods)
         talk = _talk(_pick(_WHAT[thing.kind], name, "talk").format(name=name), thing.summary)
         talk += _talk(_pick(_METHODS, name, "methods"), f"It has these methods: {known}.")
-        if _fit(method.summary):
+        if _is_answer(method.summary):
             talk += _talk(_pick(_METHOD, name, "of").format(name=method.short_name), method.summary)
         if len(known) <= _ANSWER_LETTERS:
             yield talk
     for method in thing.methods:
-        if _fit(method.summary):
+        if _is_answer(method.summary):
             yield _talk(
                 _pick(_WHAT["function"], method.name, "first").format(name=method.name), method.summary
             )
@@ -140,13 +139,13 @@ def _talk(question: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def _fit(answer: str) -> bool:
-    """Whether a text is an answer: a word or two says nothing, a page is not for conversation."""
+def _is_answer(answer: str) -> bool:
+    """Whether a text has the length of an answer."""
     return 12 <= len(answer) <= _ANSWER_LETTERS
 
 
-def _wrong(thing: _Thing, answers: Sequence[str]) -> str | None:
-    """A wrong answer to what `thing` is, or None where none can be made."""
+def _wrong_answer(thing: _Thing, answers: Sequence[str]) -> str | None:
+    """A wrong answer about `thing`; None where there is none."""
     right, words = thing.summary, thing.summary.split()
     kind = _number(thing.name, "wrong") % 4
     if kind == 1 and len(words) >= 4:
@@ -157,12 +156,12 @@ def _wrong(thing: _Thing, answers: Sequence[str]) -> str | None:
         return " ".join(words) if words != right.split() else None
     if kind == 3 and len(words) >= 4:
         return " ".join([*words[:3]] * max(2, len(words) // 3))
-    others = [answer for answer in answers if answer != right and _fit(answer)]
+    others = [answer for answer in answers if answer != right and _is_answer(answer)]
     return _pick(others, thing.name, "other") if others else None
 
 
 def _pick(choices: Sequence[_T], *key: str, other: str | None = None) -> _T:
-    """One of the choices, by a hash of `key`; with `other`, not the one picked for that key instead."""
+    """One of the choices, by a hash of `key`; with `other`, not the one picked for that key."""
     number = _number(*key)
     if other is None or len(choices) == 1:
         return choices[number % len(choices)]
@@ -193,11 +192,11 @@ def _things(path: str) -> list[_Thing]:
                 inner for inner in node.body if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)
             ]
             made = [_function(f"{thing.name}.{inner.name}", inner) for inner in methods]
-            thing.methods = _unlike([one for one in made if _public(one)])
+            thing.methods = _distinct([one for one in made if _public(one)])
             found.append(thing)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             found.append(_function(f"{module}.{node.name}", node))
-    return _unlike([thing for thing in found if _public(thing)])
+    return _distinct([thing for thing in found if _public(thing)])
 
 
 def _function(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> _Thing:
@@ -216,8 +215,8 @@ def _public(thing: _Thing) -> bool:
     return bool(thing.summary) and not thing.short_name.startswith("_")
 
 
-def _unlike(things: list[_Thing]) -> list[_Thing]:
-    """The last of each name: a function may be defined anew, for another system."""
+def _distinct(things: list[_Thing]) -> list[_Thing]:
+    """The last of each name: a function may be redefined for another platform."""
     return list({thing.name: thing for thing in things}.values())
 
 

@@ -1,6 +1,6 @@
-"""The manifest of documents on disk: files with checksums, the preparation, what became of each row.
+"""The manifest of prepared documents: files with checksums, the preparation, and row counts.
 
-How a manifest is written and verified is in `rush.data.sealed_manifest`.
+Writing and verifying is in `rush.data.sealed_manifest`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rush.data.shards import check_ids
 
 FORMAT = "rush-documents"
 VERSION = 2
-"""Of the files and of what is in them: raise it when the same rows give other documents."""
+"""Version of the files and their content: increase it when the same rows give other documents."""
 SUFFIXES = ("bin", "trn", "idx", "ids")
 EXAMPLES = 3
 
 
 @dataclass
 class Counts:
-    """What became of the rows of one split."""
+    """Row counts of one split."""
 
     rows: int = 0
     documents: int = 0
@@ -35,12 +35,12 @@ class Counts:
     cut: int = 0
     cut_tokens: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    """Rows left out, by reason."""
+    """Dropped rows, by reason."""
     examples: dict[str, list[str]] = field(default_factory=dict)
-    """The first rows left out for each reason, and the first that were cut."""
+    """The first rows dropped for each reason, and the first truncated ones."""
     formats: dict[str, int] = field(default_factory=dict)
     unused: dict[str, int] = field(default_factory=dict)
-    """Columns that hold something and say nothing to the model, with the rows that have them."""
+    """Unused columns, with the number of rows that have them."""
 
     def drop(self, reason: str, name: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
@@ -86,7 +86,7 @@ class DocumentShard:
     bytes: dict[str, int]
     sha256: dict[str, str]
     content: str
-    """SHA-256 of the documents without their names: tokens, targets, and where each begins."""
+    """SHA-256 of the documents without their names: tokens, targets and starts."""
 
     def path(self, folder: Path, suffix: str) -> Path:
         return folder / self.split / f"{self.name}.{suffix}"
@@ -125,12 +125,12 @@ class DocumentManifest:
 
     @property
     def content_sha256(self) -> str:
-        """Names the documents themselves, wherever they came from: equal for equal training data."""
+        """Hash of the documents: equal for equal training data, whatever its source."""
         contents = [(shard.split, shard.content) for shard in self.shards]
         return hashlib.sha256(json.dumps([self.dtype, self.paired, contents]).encode()).hexdigest()
 
     def losses(self) -> str:
-        """What was left out or cut, as a sentence; empty where nothing was."""
+        """Dropped and truncated rows, as a sentence; empty where there are none."""
         total = self.total
         parts = [
             f"{count:,} dropped ({reason}, as {total.examples[reason][0]})"
@@ -149,7 +149,7 @@ def write_document_manifest(folder: Path, manifest: DocumentManifest) -> None:
 
 
 def read_document_manifest(folder: str | Path) -> DocumentManifest:
-    """The manifest of a prepared folder, whole and unedited, or a DataError that says what is wrong."""
+    """The manifest of a prepared folder; DataError where it is damaged or edited."""
     body = read_sealed(Path(folder), FORMAT, VERSION, "documents for fine-tuning")
     names = ("dtype", "vocab_size", "eos_id", "tokenizer_sha256", "key", "preparation", "paired")
     return DocumentManifest(
@@ -160,7 +160,7 @@ def read_document_manifest(folder: str | Path) -> DocumentManifest:
 
 
 def holds_documents(folder: str | Path) -> bool:
-    """Whether a folder's manifest says that it holds documents, rather than a corpus or nothing."""
+    """Whether a folder holds documents, rather than a corpus or nothing."""
     path = Path(folder) / "manifest.json"
     try:
         body = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Prepared documents as one HTML page without anything from elsewhere: what is trained is seen by its colour."""
+"""Prepared documents as one self-contained HTML page, with targets highlighted."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _lost(splits: dict[str, Any]) -> str:
     note = f"<p>Columns that were not used: {escape(unused)}.</p>" if unused else ""
     rows = left_out(splits)
     if not rows:
-        return f"<p>Nothing was dropped, nothing was cut.</p>{note}"
+        return f"<p>No rows were dropped or truncated.</p>{note}"
     return "<h2>Left out</h2>" + _table(["split", "reason", "rows", "such as"], rows) + note
 
 

@@ -1,18 +1,14 @@
-"""A conversation to token ids, and which of them are targets.
+"""Encode a conversation as token ids, and find which of them are targets.
 
-Where an answer begins and ends is read off the template's structure, never searched for in the text. The
-conversation is rendered up to each answer as generation would have it (with the generation prompt) and again
-with the answer; each rendering must begin with the one before, and what is new is the answer with its
-end-of-turn token. A template that rewrites earlier turns fails that test and is refused, unless it marks its
-answers itself (`{% generation %}`).
+Answers are found by the structure of the template, not by searching the text. The conversation is rendered up to each answer
+with the generation prompt, and again with the answer; each rendering must start with the one before, and the rest is the answer
+with its end-of-turn token. A template that rewrites earlier turns is refused, unless it marks its answers (`{% generation %}`).
 
-The text is then cut where answers begin and end, and each piece is encoded on its own. So the prompt has the
-very tokens that generation will give the model: encoded in one go, the line end before an answer and the
-first letters of the answer could merge into a token that no prompt ever ends with.
+The text is split at answer boundaries, and each piece is encoded by itself. So the prompt has the same tokens as in generation:
+encoded at once, the line end before an answer and its first letters could merge into one token.
 
-The names of special tokens inside a turn are letters. A question that says `<|im_end|>` ends nothing: every
-character of such a turn is guarded with a character that no text uses, which is taken away again after the
-real special tokens have been found.
+Names of special tokens inside a turn are plain text: `<|im_end|>` in a question ends nothing. Every character of such a turn is
+guarded with a Unicode noncharacter, which is removed after the real special tokens have been found.
 """
 
 from __future__ import annotations
@@ -27,9 +23,9 @@ from rush.data.conversations.turns import BadRow, Conversation, Text, Turn
 from rush.data.tokenizer import Tokenizer
 from rush.errors import DataError
 
-# Unicode sets these aside for use inside a program: no text holds them. (If one does, the others serve.)
+# Unicode reserves these for internal use: texts do not have them. (If one does, others are used.)
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-# Characters after which a text goes on without a space, to encode the middle of a text as such.
+# Characters that a text follows without a space, to encode a text as a continuation.
 _ANCHORS = ("\n", ":", ">", ".")
 
 
@@ -50,7 +46,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A stretch of the rendered text. Answers count from 0; -1 is what stands between them."""
+    """A piece of the rendered text. Answers are numbered from 0; -1 is text between them."""
 
     text: str
     answer: int
@@ -64,8 +60,8 @@ def encode(
     *,
     prompt_turns: int = 0,
 ) -> Encoded:
-    """Encode a conversation or a text. Answers within the first `prompt_turns` turns are context only, and so are
-    those that are not to be trained by what their row says."""
+    """Encode a conversation or a text. Answers in the first `prompt_turns` turns are context only, and so are those with a weight
+    of 0."""
     if isinstance(conversation, Text):
         return _encode_text(conversation.text, tokenizer)
     _check_weights(conversation.turns, train_on)
@@ -88,13 +84,13 @@ def encode(
 
 
 def _left_out(turns: Sequence[Turn]) -> set[int]:
-    """The numbers of the answers that are not to be trained."""
+    """The numbers of the answers with weight 0."""
     answers = [turn for turn in turns if turn.role == "assistant"]
     return {number for number, turn in enumerate(answers) if turn.trained is False}
 
 
 def _check_weights(turns: Sequence[Turn], train_on: str) -> None:
-    """Whether a question is trained is the objective's to say: refuse a weight that says otherwise."""
+    """Refuse a weight of a question that contradicts objective.train_on."""
     for place, turn in enumerate(turns, start=1):
         if turn.role == "assistant" or turn.trained is None or turn.trained == (train_on == "all"):
             continue
@@ -106,7 +102,7 @@ def _check_weights(turns: Sequence[Turn], train_on: str) -> None:
 
 
 def encode_prompt(conversation: Conversation, tokenizer: Tokenizer, template: Template) -> list[int]:
-    """The tokens to generate an answer from: those that `encode` puts before it."""
+    """The prompt tokens for generation: those that `encode` has before the answer."""
     encoder = _encoder(tokenizer, template)
     tokens = [token for _, ids in encoder.pieces(conversation.turns, generation=True) for token in ids]
     encoder.check(tokens)
@@ -114,7 +110,7 @@ def encode_prompt(conversation: Conversation, tokenizer: Tokenizer, template: Te
 
 
 def _encode_text(text: str, tokenizer: Tokenizer) -> Encoded:
-    """A plain text is all answer: everything is a target, and so is its end."""
+    """A plain text is all target, including its end-of-text token."""
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     tokens = [*begin, *tokenizer.encode(text, specials=False), tokenizer.eos_id]
     return Encoded(tokens, [False] + [True] * (len(tokens) - 1))
@@ -132,23 +128,23 @@ class _Encoder:
 
     @functools.cached_property
     def specials(self) -> re.Pattern[str]:
-        """Finds special tokens; the longest first, as where one begins another."""
+        """Matches special tokens, the longest first."""
         names = sorted(self.tokenizer.special_ids, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names)) if names else r"(?!)")
 
     @functools.cached_property
     def adds_space(self) -> bool:
-        """Whether the tokenizer puts a space before a text it is given, as those made with SentencePiece do."""
+        """Whether the tokenizer adds a space before a text, as SentencePiece tokenizers do."""
         encode = self.tokenizer.encode
         return encode("\nab") != encode("\n") + encode("ab")
 
     def pieces(self, turns: Sequence[Turn], *, generation: bool) -> list[tuple[_Piece, list[int]]]:
-        """The rendered conversation in pieces with their ids; with `generation`, up to the answer to come."""
+        """The pieces of the rendered conversation with their ids; with `generation`, up to the next answer."""
         _check_turns_appear(self.template, tuple(turn.role for turn in turns))
         text, guard, answers = self._rendered(turns, generation)
-        pieces = _cut(text, answers)
+        pieces = _split(text, answers)
         if not generation and pieces[-1].answer < 0 and not pieces[-1].text.strip():
-            pieces.pop()  # the line end after the last turn: there is nothing left to predict from it
+            pieces.pop()  # the line end after the last turn
         found = []
         before = ""
         for piece in pieces:
@@ -157,7 +153,7 @@ class _Encoder:
         return found
 
     def _rendered(self, turns: Sequence[Turn], generation: bool) -> tuple[str, str, list[tuple[int, int]]]:
-        """The text with guards in it, the guard, and where the answers are: from, to."""
+        """The guarded text, the guard, and the start and end of each answer."""
         content = "".join(turn.content for turn in turns)
         free = [mark for mark in _NONCHARACTERS if mark not in content]
         if len(free) < 3:
@@ -173,7 +169,7 @@ class _Encoder:
         return text, guard, [self._with_its_end(text, start, stop) for start, stop in answers]
 
     def _guarded(self, content: str, guard: str) -> str:
-        """White space stays bare, so that a template that trims still does."""
+        """White space is not guarded, so that templates can trim it."""
         return re.sub(r"(?=\S)", guard, content) if self.specials.search(content) else content
 
     def _nested_answers(self, turns: list[Turn], generation: bool) -> tuple[str, list[tuple[int, int]]]:
@@ -217,11 +213,11 @@ class _Encoder:
         return text, answers
 
     def _with_its_end(self, text: str, start: int, stop: int) -> tuple[int, int]:
-        """An answer up to and with its end-of-turn token: a model that never learns it never stops."""
+        """Extend an answer to its end-of-turn token, without which a model would not learn to stop."""
         ends = [found.end() for found in self.specials.finditer(text, start, stop)]
         if ends and not text[ends[-1] : stop].strip():
             return start, ends[-1]
-        # Who marks an answer may leave its end outside.
+        # Marks may exclude the end-of-turn token.
         following = self.specials.match(text, stop) if self.template.marked else None
         if following is None:
             raise DataError(
@@ -233,7 +229,7 @@ class _Encoder:
     def _ids(self, text: str, guard: str, before: str) -> list[int]:
         if guard not in text:
             return self._inside(text, before, specials=True)
-        # Real special tokens are found first; what is between them is letters, whatever it says.
+        # Real special tokens are found first; the text between them is plain.
         ids: list[int] = []
         at = 0
         for found in re.finditer(f"(?<!{guard})(?:{self.specials.pattern})", text):
@@ -243,7 +239,7 @@ class _Encoder:
         return ids + self._inside(text[at:].replace(guard, ""), before, specials=False)
 
     def _inside(self, text: str, before: str, *, specials: bool) -> list[int]:
-        """The ids of a text that follows `before`: no space is put in front of it."""
+        """The ids of a text that continues `before`, without an added space."""
         encode = functools.partial(self.tokenizer.encode, specials=specials)
         if not text:
             return []
@@ -261,12 +257,12 @@ class _Encoder:
         bos = self.tokenizer.bos_id
         if bos is not None and tokens[:2] == [bos, bos]:
             raise DataError(
-                f"The template ({self.template.name}) writes {self.tokenizer.bos_token} twice at the beginning. Once is "
-                "what the model knows; take one out of the template."
+                f"The template ({self.template.name}) writes {self.tokenizer.bos_token} twice at the beginning. Remove one "
+                "from the template: the model was trained with one."
             )
 
 
-def _cut(text: str, answers: list[tuple[int, int]]) -> list[_Piece]:
+def _split(text: str, answers: list[tuple[int, int]]) -> list[_Piece]:
     pieces, at = [], 0
     for number, (start, stop) in enumerate(answers):
         pieces += [_Piece(text[at:start], -1), _Piece(text[start:stop], number)]
@@ -276,7 +272,7 @@ def _cut(text: str, answers: list[tuple[int, int]]) -> list[_Piece]:
 
 @functools.lru_cache(maxsize=4096)
 def _check_turns_appear(template: Template, roles: tuple[str, ...]) -> None:
-    """Every turn must be in the text: tried once for each order of roles, with words that can be told apart."""
+    """Check that the template writes every turn, once per sequence of roles."""
     turns = [Turn(role, f"turn{place}of{len(roles)}") for place, role in enumerate(roles)]
     text = template.render(turns)
     missing = [

@@ -1,4 +1,4 @@
-"""One row: read, encoded, kept or left out by the policies, and counted either way."""
+"""Read and encode one row, keep or drop it by the policies, and count it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rush.errors import DataError
 
 
 def read_row(row: Row, preparation: DocumentPreparation) -> tuple[str, Sample, list[str]]:
-    """The row's format, what it says, and the fields that go unused."""
+    """The format of a row, its sample, and the unused fields."""
     paired, field = preparation.paired, preparation.text_field
     name = preparation.format
     if name == "auto":
@@ -24,7 +24,7 @@ def read_row(row: Row, preparation: DocumentPreparation) -> tuple[str, Sample, l
 
 
 def split_of_row(row: Row, sample: Sample | None, preparation: DocumentPreparation) -> str:
-    """The side a row belongs to, by what it asks about; a row that says nothing goes by its name."""
+    """The split of a row, by its group (its prompt); of a bad row, by its name."""
     group = row.group or (sample.group if sample is not None else row.name)
     return split_of(group, preparation.seed, preparation.validation)
 
@@ -36,7 +36,7 @@ def write_row(
     template: Template,
     writers: dict[str, DocumentWriter],
 ) -> None:
-    """Give a row's documents to the writer of its split, or count why there are none."""
+    """Write a row's documents to its split, or count why it was dropped."""
     sample = None
     try:
         name, sample, unused = read_row(row, preparation)
@@ -61,7 +61,7 @@ def write_row(
 
 
 def _refuse(row: Row, bad: BadRow, preparation: DocumentPreparation) -> None:
-    """Stop where the policy says so; return where the row may be left out."""
+    """Raise if the policy is error; return if it is drop."""
     if bad.reason.startswith("too long"):
         policy, key, instead = preparation.too_long, "data.too_long", "raise batch.sequence"
         more = ", or to 'cut'"
@@ -69,7 +69,7 @@ def _refuse(row: Row, bad: BadRow, preparation: DocumentPreparation) -> None:
         policy, key, instead, more = preparation.bad_rows, "data.bad_rows", "fix the row", ""
     if policy == "error":
         raise DataError(
-            f"{row.name}: {bad}; {instead}, or set {key} to 'drop' to leave such rows out and count them{more}."
+            f"{row.name}: {bad}; {instead}, or set {key} to 'drop' to drop and count such rows{more}."
         ) from bad
 
 
@@ -77,7 +77,7 @@ def _encode(sample: Sample, tokenizer: Tokenizer, template: Template, train_on: 
     """One document, or the two of a pair."""
     if not isinstance(sample, Pair):
         return [encode(sample, tokenizer, template, train_on)]
-    # Of a pair only what follows the prompt is compared, whatever train_on says.
+    # For a pair only the answers are targets, whatever train_on says.
     pair = [
         encode(conversation, tokenizer, template, prompt_turns=len(sample.prompt))
         for conversation in sample.conversations
@@ -94,7 +94,7 @@ def _encode(sample: Sample, tokenizer: Tokenizer, template: Template, train_on: 
 
 
 def _fitting(encoded: list[Encoded], preparation: DocumentPreparation) -> list[Encoded]:
-    """The documents, cut to the sequence where that is asked for; both of a pair or neither."""
+    """The documents, truncated to the sequence with too_long = cut; both of a pair or neither."""
     longest, limit = max(map(len, encoded)), preparation.sequence
     if longest <= limit:
         return encoded

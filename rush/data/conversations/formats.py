@@ -1,4 +1,4 @@
-"""A row's fields to what they say. One function a format, and the detection by the fields that hold something.
+"""Formats of fine-tuning data: one function per format, and detection by the fields that are not null.
 
 chat         messages: [{role, content}, …], or ShareGPT's conversations: [{from, value}, …]
 prompt       prompt and completion (also question/answer, response)
@@ -6,9 +6,8 @@ instruction  instruction, input (may be empty or absent), output
 text         text (or the field that data.text_field names)
 preference   chosen and rejected, as texts beside a prompt, or as conversations that share a beginning
 
-Beside all but a text, the field system (or system_prompt) is a system turn at the front. A turn may have a weight: 0 leaves
-it untrained, 1 trains it. Calls of tools are refused. Every other field goes unused, and is named by `read_fields`.
-A field that holds nothing (null) counts as absent.
+In all formats but text, the field system (or system_prompt) is a system turn at the start. A turn may have a weight: 0 is not
+trained, 1 is trained. Tool calls are refused. Other fields are unused, and listed by `read_fields`. A null counts as missing.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ INPUT_FIELDS = ("input", "context")
 OUTPUT_FIELDS = ("output", "response")
 SYSTEM_FIELDS = ("system", "system_prompt")
 CALL_FIELDS = ("tool_calls", "function_call")
-# What published data calls the three roles.
+# Other names of the roles in published data.
 _ALIASES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
 }  # fmt: skip
@@ -46,14 +45,14 @@ FORMATS = ("chat", "prompt", "instruction", "text", "preference")
 
 
 class _Fields:
-    """The fields of a row or a message that hold something, and which of them were used."""
+    """The fields of a row or a message that are not null, and which of them were used."""
 
     def __init__(self, row: Values) -> None:
         self._row = row
         self.values = {name: value for name, value in row.items() if value is not None}
         self.used: set[str] = set()
         self.deeper: set[str] = set()
-        """Fields of messages that were not used, as in messages[].name."""
+        """Unused fields of messages, as in messages[].name."""
 
     def first(self, names: tuple[str, ...]) -> str | None:
         return next((name for name in names if name in self.values), None)
@@ -71,7 +70,7 @@ class _Fields:
         return found
 
     def take(self, name: str | None) -> Any:
-        """The value of a field, which counts as used; None where there is none."""
+        """The value of a field, marked as used; None if it is missing."""
         if name is None or name not in self.values:
             return None
         self.used.add(name)
@@ -79,9 +78,9 @@ class _Fields:
 
     @property
     def names(self) -> str:
-        """All names, and which of them hold nothing."""
-        told = (str(name) if name in self.values else f"{name} (null)" for name in self._row)
-        return ", ".join(sorted(told)) or "none"
+        """All field names, with (null) where a field is null."""
+        names = (str(name) if name in self.values else f"{name} (null)" for name in self._row)
+        return ", ".join(sorted(names)) or "none"
 
     @property
     def unused(self) -> list[str]:
@@ -91,7 +90,7 @@ class _Fields:
 def read_fields(
     row: Values, format: str, *, paired: bool, text_field: str = "text"
 ) -> tuple[Sample, list[str]]:
-    """The sample in a row, and the fields that say nothing in it."""
+    """The sample of a row, and its unused fields."""
     name = detect(row, paired=paired, text_field=text_field) if format == "auto" else format
     fields = _Fields(row)
     sample = _text(fields, text_field) if name == "text" else _READERS[name](fields)
@@ -99,14 +98,14 @@ def read_fields(
 
 
 def detect(row: Values, *, paired: bool, text_field: str = "text") -> str:
-    """The format whose fields a row has, and that hold something."""
+    """The format of a row, by its fields that are not null."""
     fields = _Fields(row)
     if paired:
         if fields.has("chosen", "rejected"):
             return "preference"
         raise BadRow(
             "unknown fields",
-            f"preferences need the fields chosen and rejected; found {fields.names}. For answers without a rival "
+            f"preferences need the fields chosen and rejected; found {fields.names}. For single answers "
             "set objective.kind to 'sft'",
         )
     if fields.first(CHAT_FIELDS):
@@ -157,16 +156,16 @@ def _conversation(fields: _Fields, turns: tuple[Turn, ...]) -> Conversation:
 
 
 def _with_system(fields: _Fields, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """The turns behind the system turn that a field of its own gives, if one does."""
+    """The turns, after the system turn of a system field if there is one."""
     field = fields.first(SYSTEM_FIELDS)
     if field is None:
         return turns
-    told = _string(fields.take(field), field)
-    if not told.strip():
+    system = _string(fields.take(field), field)
+    if not system.strip():
         return turns
     if not turns or turns[0].role != "system":
-        return (Turn("system", told), *turns)
-    if turns[0].content.strip() != told.strip():
+        return (Turn("system", system), *turns)
+    if turns[0].content.strip() != system.strip():
         raise BadRow(
             "two system turns",
             f"the field {field} and the system turn of the conversation say different things; keep one of them",
@@ -175,7 +174,7 @@ def _with_system(fields: _Fields, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
 
 
 def _text(fields: _Fields, field: str) -> Text:
-    # A text file has no fields: what it holds is called text.
+    # The content of a text file is the field text.
     field = fields.needed((field, "text"), "text")
     text = _string(fields.take(field), field)
     if not text.strip():
@@ -186,9 +185,9 @@ def _text(fields: _Fields, field: str) -> Text:
 def _preference(fields: _Fields) -> Pair:
     answers = [fields.values[fields.needed((name,), "preference")] for name in ("chosen", "rejected")]
     if all(isinstance(answer, str) for answer in answers):
-        pair = _texts_pair(fields)
+        pair = _pair_of_texts(fields)
     else:
-        pair = _conversations_pair(fields, _turns(fields, "chosen"), _turns(fields, "rejected"))
+        pair = _pair_of_conversations(fields, _turns(fields, "chosen"), _turns(fields, "rejected"))
     pair = replace(pair, prompt=_with_system(fields, pair.prompt))
     if _stripped(pair.chosen) == _stripped(pair.rejected):
         raise BadRow("chosen equals rejected", "chosen and rejected are the same answer")
@@ -203,7 +202,7 @@ def _preference(fields: _Fields) -> Pair:
     return pair
 
 
-def _texts_pair(fields: _Fields) -> Pair:
+def _pair_of_texts(fields: _Fields) -> Pair:
     field = fields.first(QUESTION_FIELDS)
     if field is None:
         raise BadRow(
@@ -214,21 +213,21 @@ def _texts_pair(fields: _Fields) -> Pair:
     chosen, rejected = (
         Turn("assistant", _string(fields.take(name), name)) for name in ("chosen", "rejected")
     )
-    return Pair(_asked(fields, field), (chosen,), (rejected,))
+    return Pair(_prompt_turns(fields, field), (chosen,), (rejected,))
 
 
-def _conversations_pair(fields: _Fields, chosen: tuple[Turn, ...], rejected: tuple[Turn, ...]) -> Pair:
+def _pair_of_conversations(fields: _Fields, chosen: tuple[Turn, ...], rejected: tuple[Turn, ...]) -> Pair:
     starts_anew = any(turns[:1] and turns[0].role != "assistant" for turns in (chosen, rejected))
     if not starts_anew and fields.has("prompt"):
-        # Only the answers are given: the prompt stands beside them.
-        return Pair(_asked(fields, "prompt"), chosen, rejected)
+        # Only the answers are given; the prompt is another field.
+        return Pair(_prompt_turns(fields, "prompt"), chosen, rejected)
     ours, theirs = ([(turn.role, turn.content) for turn in turns] for turns in (chosen, rejected))
     if ours == theirs:
         raise BadRow("chosen equals rejected", "chosen and rejected are the same conversation")
     shared = 0
     while shared < min(len(ours), len(theirs)) and ours[shared] == theirs[shared]:
         shared += 1
-    # Answers that are alike are part of the prompt; the question to answer is its last turn.
+    # Equal answers are part of the prompt, whose last turn is the question.
     if not shared or chosen[shared - 1].role != "user":
         raise BadRow(
             "no common prompt",
@@ -238,8 +237,8 @@ def _conversations_pair(fields: _Fields, chosen: tuple[Turn, ...], rejected: tup
     return Pair(chosen[:shared], chosen[shared:], rejected[shared:])
 
 
-def _asked(fields: _Fields, field: str) -> tuple[Turn, ...]:
-    """A prompt: a list of messages, or a text that is the user's."""
+def _prompt_turns(fields: _Fields, field: str) -> tuple[Turn, ...]:
+    """A prompt: a list of messages, or the text of a user turn."""
     if isinstance(fields.values[field], list):
         return _turns(fields, field)
     return (Turn("user", _string(fields.take(field), field)),)
@@ -274,7 +273,7 @@ def _turn(message: _Fields, where: str) -> Turn:
     if known not in ROLES:
         raise BadRow("unknown role", f"{where} has the role {role!r}. Allowed: {', '.join(ROLES)}")
     if called := next((name for name in CALL_FIELDS if message.take(name)), None):
-        raise BadRow("calls of tools", f"{where} has {called}, which is not trained on here")
+        raise BadRow("tool calls", f"{where} has {called}, which is not supported")
     content = message.take(message.first(("content", "value")))
     if isinstance(content, list) and all(
         isinstance(part, Mapping) and part.get("type") == "text" for part in content
@@ -284,7 +283,7 @@ def _turn(message: _Fields, where: str) -> Turn:
 
 
 def _trained(weight: Any, where: str) -> bool | None:
-    """What a turn's weight says; None where it has none."""
+    """Whether a turn is trained, by its weight; None without one."""
     if weight is None:
         return None
     if isinstance(weight, bool) or not isinstance(weight, int | float) or weight not in (0, 1):

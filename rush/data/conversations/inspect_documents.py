@@ -1,7 +1,4 @@
-"""Looking at prepared documents: counts, lengths, and examples cut where the targets begin and end.
-
-Plain dicts, ready for JSON, for the terminal and for a page.
-"""
+"""Statistics and examples of prepared documents, as JSON values: counts, lengths, and text split at target boundaries."""
 
 from __future__ import annotations
 
@@ -16,17 +13,18 @@ import numpy.typing as npt
 
 from rush.data.conversations.documents_manifest import DocumentManifest, verify_documents
 from rush.data.conversations.store import DocumentSet
+from rush.data.inspect import quartiles
 from rush.data.shards import SPLITS
 from rush.data.tokenizer import Tokenizer
 from rush.errors import RecipeError
 
 BINS = 12
 UNUSED_NAMED = 20
-"""Unused columns that are named; a file may have any number."""
+"""Maximum number of unused columns to list."""
 
 
 def document_statistics(folder: str | Path) -> dict[str, Any]:
-    """What a prepared folder holds, and what was left out on the way."""
+    """Counts and lengths of a prepared folder, and what was dropped."""
     folder = Path(folder)
     manifest = verify_documents(folder)
     asked = manifest.preparation
@@ -51,27 +49,25 @@ def _split_statistics(folder: Path, manifest: DocumentManifest, split: str) -> d
     if not counts.documents:
         return found
     lengths = DocumentSet(folder, split).lengths
-    quartiles = np.percentile(lengths, [0, 25, 50, 75, 100], method="nearest")
-    names = ("min", "p25", "median", "p75", "max")
     return found | {
         "mean_tokens": counts.tokens / counts.documents,
-        "document_tokens": dict(zip(names, map(int, quartiles), strict=True)),
+        "document_tokens": quartiles(lengths),
         "histogram": _histogram(lengths),
     }
 
 
 def places(names: list[str]) -> str:
-    """Rows by name in a few words: `talks.jsonl:41, :43` where they are of one file."""
-    told, before = [], None
+    """Row names, shortened for one file: `talks.jsonl:41, :43`."""
+    short, before = [], None
     for name in names:
         file, _, place = name.rpartition(":")
-        told.append(f":{place}" if file and file == before else name)
+        short.append(f":{place}" if file and file == before else name)
         before = file
-    return ", ".join(told)
+    return ", ".join(short)
 
 
 def left_out(splits: dict[str, Any]) -> list[list[str]]:
-    """A table of what was dropped or cut: split, reason, rows, the first places."""
+    """A table of dropped and truncated rows: split, reason, count, the first names."""
     lost = [
         [name, reason, f"{count:,}", places(counts["examples"][reason])]
         for name, counts in splits.items()
@@ -85,7 +81,7 @@ def left_out(splits: dict[str, Any]) -> list[list[str]]:
 
 
 def unused_columns(splits: dict[str, Any]) -> str:
-    """The columns that say nothing to the model, each with its rows; empty where there are none."""
+    """The unused columns, each with its number of rows; empty where there are none."""
     total: Counter[str] = Counter()
     for counts in splits.values():
         total.update(counts["unused"])
@@ -95,7 +91,7 @@ def unused_columns(splits: dict[str, Any]) -> str:
 
 
 def _histogram(lengths: npt.NDArray[np.int64]) -> list[dict[str, int]]:
-    """Counts of documents by length, in a dozen bins of the same width, a round one."""
+    """Documents by length, in at most a dozen bins of equal, round width."""
     longest = int(lengths.max())
     steps = (factor * 10**power for power in range(12) for factor in (1, 2, 5))
     width = next(step for step in steps if longest // step < BINS)
@@ -106,9 +102,9 @@ def _histogram(lengths: npt.NDArray[np.int64]) -> list[dict[str, int]]:
 def document_examples(
     folder: str | Path, split: str = "train", count: int = 3, at: int | None = None
 ) -> list[dict[str, Any]]:
-    """Documents as text in pieces, each all target or all context: `count` spread over the split, or number `at`.
+    """Documents as text, in pieces that are all target or all context: `count` spread over the split, or number `at`.
 
-    Of preferences, `count` and `at` mean pairs, and both documents of each are shown.
+    For preferences `count` and `at` are pairs.
     """
     folder = Path(folder)
     documents = DocumentSet(folder, split)

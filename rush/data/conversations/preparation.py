@@ -1,4 +1,4 @@
-"""What to prepare: all that determines the documents, checked before anything is read."""
+"""All that determines the prepared documents, validated before anything is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BAD_ROWS = ("error", "drop")
 
 @dataclass(frozen=True)
 class DocumentPreparation:
-    """What to prepare. `vocab_size` is the model's; with `tokenizer="train"`, the size to train."""
+    """What to prepare. `vocab_size` is the model's, or with `tokenizer="train"` that of the tokenizer."""
 
     source: str = "python-docstrings"
     files: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class DocumentPreparation:
             raise RecipeError("data.tokenizer is 'train', which needs a vocabulary size.")
 
     def describe(self) -> dict[str, Any]:
-        """All that determines the documents, but for the tokenizer and its template."""
+        """All that determines the documents, except tokenizer and template."""
         asked = asdict(self)
         for name in ("source", "files", "limit", "tokenizer", "vocab_size", "tokenizer_bytes", "template"):
             del asked[name]

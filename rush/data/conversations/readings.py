@@ -1,7 +1,7 @@
-"""Conversations as long as UltraChat's, from the standard library's sources: to measure what unequal lengths cost.
+"""Conversations with UltraChat's lengths, from the standard library's sources: to measure the cost of padding.
 
-Someone asks to read a module and gets it in pieces, question by question. The text is real; the *lengths* are drawn,
-because what padding costs depends on nothing else. UltraChat 200k's card gives 207,865 conversations, and what is
+A user asks for a module, and gets its source in pieces. The text is real; the *lengths* are sampled, because the cost of padding
+depends on nothing else. UltraChat 200k's card gives 207,865 conversations, and what is
 published of it with the turns written out as one text comes to 5.8 kB each: some 1,200 tokens at 4.8 letters a token.
 UltraChat has 7.7 messages a conversation. How lengths spread is not published there, so it is a stated choice: log-normal with
 a sigma of 0.5, which makes a median of 1,060 tokens, a 95th percentile of 2,410, and 9 % above 2,048 (docs/sources.md).
@@ -26,7 +26,7 @@ from rush.errors import DataError
 
 MEDIAN_TOKENS, SIGMA = 1060.0, 0.5
 LETTERS_PER_TOKEN = 4.1
-"""Of Python sources, by a vocabulary of 32,768 trained on them; template and questions counted in."""
+"""Of Python sources with a vocabulary of 32,768 trained on them, including template and questions."""
 MEAN_TOKENS = MEDIAN_TOKENS * math.exp(SIGMA**2 / 2)
 ROUNDS = (3, 4, 4, 4, 4, 4)
 """Questions in a conversation, by turns: 3.8 on average, with their answers 7.7 messages."""
@@ -48,7 +48,7 @@ Rows = Iterator[tuple[str, dict[str, Any], str]]
 
 
 def readings(path: str) -> Rows:
-    """Chat rows of a source file: name, fields, group. As many as its text lasts for on average."""
+    """Chat rows of a source file: name, fields, group; as many as its text gives on average."""
     try:
         with tokenize.open(path) as file:
             text = file.read()
@@ -66,13 +66,13 @@ def readings(path: str) -> Rows:
 
 
 def drawn_tokens(key: str) -> float:
-    """How long the conversation of this name is: log-normal, by a hash of the name."""
+    """Length of a conversation: log-normal, by a hash of its name."""
     return MEDIAN_TOKENS * math.exp(SIGMA * NormalDist().inv_cdf(_share(key, "length")))
 
 
 def _conversation(key: str, name: str, lines: Iterator[str]) -> list[dict[str, str]]:
     rounds = ROUNDS[int(_share(key, "rounds") * len(ROUNDS))]
-    # What is asked is part of the length.
+    # Questions are part of the length.
     each = drawn_tokens(key) * LETTERS_PER_TOKEN / rounds
     messages: list[dict[str, str]] = []
     for turn in range(rounds):
@@ -86,7 +86,7 @@ def _conversation(key: str, name: str, lines: Iterator[str]) -> list[dict[str, s
 
 
 def _piece(lines: Iterator[str], letters: float) -> str:
-    """The next lines, at least one, until there are so many letters."""
+    """The next lines, at least one, up to this many letters."""
     taken: list[str] = []
     so_far = 0
     while not taken or so_far < letters:

@@ -1,8 +1,7 @@
-"""Where rows come from: files, datasets on the hub, or the standard library's docstrings and sources.
+"""Sources of rows: files, datasets on the hub, or the standard library's docstrings and sources.
 
-The cut into units is that of corpus preparation: it depends on the files alone, so the result does not depend
-on the number of workers. A few datasets have names of their own; with `data.files` beside the name, local
-copies in the same schema are read.
+Units are those of corpus preparation and depend on the files alone, so the result does not depend on the number of workers. A
+few datasets have short names; with `data.files`, local copies in the same schema are read.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from rush.data.readers import Slice, read_rows, read_slice
 from rush.data.sources import HUB_SOURCES, LOCAL_SOURCES, Unit, describe_source, plan_units
 from rush.errors import RecipeError, nearest
 
-# Ready entries: dataset, config and split on the hub.
+# Known datasets: name, config and split on the hub.
 HUB_CONVERSATIONS = {
     "ultrachat": "hub:HuggingFaceH4/ultrachat_200k::train_sft",
     "ultrafeedback": "hub:HuggingFaceH4/ultrafeedback_binarized::train_prefs",
@@ -33,20 +32,20 @@ DOCSTRINGS = {
 @dataclass(frozen=True)
 class Row:
     name: str
-    """File and line, or what else finds it again."""
+    """File and line, or another identifier."""
     values: dict[str, Any]
     group: str | None = None
-    """Rows of one group go to the same split; None leaves it to what the row says."""
+    """Rows of one group are in the same split; None: by the sample."""
 
 
 def describe_rows(source: str, files: Sequence[str], limit: int | None) -> dict[str, Any]:
-    """What identifies a source without reading it."""
+    """Identifies a source without reading it."""
     described = describe_source(*_origin(source, files), limit=limit)
     return described | {"source": source, "generator": VERSION if source in DOCSTRINGS else None}
 
 
 def plan_rows(source: str, files: Sequence[str], limit: int | None) -> list[tuple[Unit, int | None]]:
-    """The units of a source, and of each how many rows to take (None: all)."""
+    """The units of a source, each with its number of rows to read (None: all)."""
     origin, origin_files = _origin(source, files)
     if origin.startswith("hub:") or (origin in HUB_SOURCES and not files):
         return [(unit, None) for unit in plan_units(origin, origin_files, limit=limit)]
@@ -87,7 +86,7 @@ def _rows(source: str, piece: Slice) -> Iterator[Row]:
 
 
 def _origin(source: str, files: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The source as corpus preparation knows it."""
+    """The source for corpus preparation."""
     if source in DOCSTRINGS:
         if files:
             raise RecipeError(f"data.source is {source!r} but data.files is given; set data.source='files'.")

@@ -7,7 +7,7 @@
     FOLDER/train/00000.idx    two rows of int64: where each document starts, where its name starts
     FOLDER/train/00000.ids    the documents' names, UTF-8, back to back
 
-Unlike a corpus, documents are not run together: each is read whole, and its end is its template's business.
+Unlike in a corpus, documents are read one by one, and their end token is the template's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rush.files import write_atomic
 
 @dataclass
 class DocumentWriter:
-    """Gathers one shard and writes it at the end. A unit is small enough to be held."""
+    """Writes one shard, buffered in memory: a unit is small."""
 
     folder: Path
     split: str
@@ -55,7 +55,7 @@ class DocumentWriter:
         self.counts.trained += encoded.num_trained
 
     def finish(self) -> DocumentShard | None:
-        """Write the shard; None where it received no document."""
+        """Write the shard; None without documents."""
         if not self._tokens:
             return None
         starts = np.cumsum([0, *map(len, self._tokens)])
@@ -92,7 +92,7 @@ class _Mapped:
 
 
 class DocumentSet:
-    """The documents of one split, mapped: `rush.data.documents.Documents`. At most `most` of them, the first ones."""
+    """The memory-mapped documents of one split (`rush.data.documents.Documents`), at most the first `most`."""
 
     def __init__(self, folder: str | Path, split: str, most: int | None = None) -> None:
         if split not in SPLITS:
@@ -106,7 +106,7 @@ class DocumentSet:
         if not self._shards:
             total = self.manifest.total
             raise DataError(
-                f"The {split} split of {self.folder} holds no document: {total.documents:,} in all, of {total.rows:,} "
+                f"The {split} split of {self.folder} holds no document: {total.documents:,} in total, of {total.rows:,} "
                 "rows. Use more rows, or another data.validation."
             )
         self._first = np.cumsum([0, *(shard.documents for shard in self._shards)], dtype=np.int64)
@@ -132,7 +132,7 @@ class DocumentSet:
         return mapped.trained[start:stop].astype(np.bool_)
 
     def sample_name(self, index: int) -> str:
-        """What a person needs to find a document again: split, number, and the row it came from."""
+        """Split, index, and the row it came from, for messages."""
         mapped, _, _, inside = self._find(index)
         name = bytes(mapped.names[mapped.name_starts[inside] : mapped.name_starts[inside + 1]]).decode()
         return f"{self.split}[{index}] {name}"

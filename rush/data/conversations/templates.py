@@ -1,9 +1,8 @@
-"""The ways to write a conversation: a tokenizer's own template, or one of a few by name.
+"""Chat templates: the tokenizer's own, or one by name.
 
-A named template ends every turn with a special token, because that is what tells a model to stop: its usual
-mark where the tokenizer has it, the end-of-text token where not. The rest of a template may be plain text, so
-that it works with any vocabulary. A generation prompt ends with a line end rather than a space: a space would
-belong to the answer's first token.
+A named template ends every turn with a special token, at which a model stops: its usual end-of-turn token if the tokenizer has
+it, else the end-of-text token. The rest may be plain text, so that it works with any vocabulary. A generation prompt ends with a
+line end, not a space, which would be part of the answer's first token.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _RAW = """\
     {%- if message['role'] == 'assistant' %}{{- END }}{%- endif %}
 {%- endfor %}
 """
-# A template, and the special token that ends a turn in it where the tokenizer knows it.
+# Template, and its end-of-turn token, used where the tokenizer has it.
 _NAMED: dict[str, tuple[str, str | None]] = {
     "chatml": (_CHATML, "<|im_end|>"),
     "llama-3": (_LLAMA_3, "<|eot_id|>"),
@@ -62,13 +61,13 @@ _NAMED: dict[str, tuple[str, str | None]] = {
 NAMES = ("auto", *_NAMED)
 
 TRAINING_DATE = datetime.date(2024, 7, 26)
-"""Stands for today in templates that write the date, so that data prepared tomorrow is the same data."""
+"""The date for templates that write it, so that prepared data does not change."""
 _MARKED = re.compile(r"\{%-?\s*generation\b")
 
 
 @dataclass(frozen=True)
 class Template:
-    """A template with the special tokens it may mention."""
+    """A template with its special tokens."""
 
     name: str
     source: str
@@ -77,7 +76,7 @@ class Template:
 
     @property
     def marked(self) -> bool:
-        """Whether it says itself which text is generated."""
+        """Whether it marks the generated text."""
         return _MARKED.search(self.source) is not None
 
     def render(
@@ -104,9 +103,7 @@ def find_template(name: str, tokenizer: Tokenizer) -> Template:
             )
         name = "chatml"
     if name not in _NAMED:
-        raise RecipeError(
-            f"data.template is {name!r}, which is no template known here; {nearest(name, NAMES)}"
-        )
+        raise RecipeError(f"data.template is {name!r}, which is not a template; {nearest(name, NAMES)}")
     source, mark = _NAMED[name]
     end = f"'{mark}'" if mark in tokenizer.special_ids else "eos_token"
     return Template(name, source.replace("END", end), tokenizer.bos_token, tokenizer.eos_token)

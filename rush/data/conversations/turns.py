@@ -1,4 +1,4 @@
-"""What a row of fine-tuning data says: a conversation, a plain text, or a pair of answers to one prompt."""
+"""Samples of fine-tuning data: a conversation, a plain text, or a pair of answers to one prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROLES = ("system", "user", "assistant")
 
 
 class BadRow(Exception):
-    """A row that cannot be trained on. `reason` is a few words to count by, the message a sentence."""
+    """A row that cannot be trained on. Rows are counted by `reason`; the message is a sentence."""
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence)
@@ -21,7 +21,7 @@ class Turn:
     role: str
     content: str
     trained: bool | None = None
-    """Whether it is a target, where its row says so itself (a weight of 1 or 0); None leaves it to the objective."""
+    """Whether it is a target, by its weight (1 or 0); None: by the objective."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Conversation:
 
     @property
     def group(self) -> str:
-        """Conversations of one group go to the same split, so that no held-out question is trained on."""
+        """Conversations of one group are in the same split, so that no held-out question is trained on."""
         return _joined(self.prompt)
 
 
@@ -56,7 +56,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ways to go on from one prompt."""
+    """Two answers to one prompt."""
 
     prompt: tuple[Turn, ...]
     chosen: tuple[Turn, ...]
@@ -79,7 +79,7 @@ def _joined(turns: Sequence[Turn]) -> str:
 
 
 def check_order(turns: Sequence[Turn]) -> None:
-    """A system turn may come first; then user and assistant alternate, and the assistant has the last word."""
+    """Check the order: an optional system turn, then user and assistant alternately, the assistant last."""
     roles = [turn.role for turn in turns]
     talk = roles[1:] if roles[:1] == ["system"] else roles
     expected = ["user", "assistant"] * ((len(talk) + 1) // 2)
