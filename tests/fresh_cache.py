@@ -12,7 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rush.hardware import ceilings, probe
-from rush.hardware.measure import matmul
+from rush.hardware.launch_rate import launching
+from rush.hardware.measure import bandwidth, matmul
 
 
 def fresh_cache(folder: Path) -> Path:
@@ -32,4 +33,5 @@ def _rates() -> tuple[str, str]:
         (file,) = Path(folder).iterdir()
     measured = {dtype: matmul("cpu", dtype, budget_s=0.05) for dtype in ("float32", "bfloat16", "float16")}
     rates = {dtype: samples for dtype, samples in measured.items() if not isinstance(samples, str)}
-    return file.name, json.dumps(replace(empty, matmul=rates).to_dict())
+    others = {"bandwidth": bandwidth("cpu", budget_s=0.05), "launching": launching("cpu", budget_s=0.05)}
+    return file.name, json.dumps(replace(empty, matmul=rates, **others).to_dict())

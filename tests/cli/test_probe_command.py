@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from typer.testing import CliRunner
 from rush.cli import probe as command
 from rush.errors import MachineError, RecipeError
 from rush.files import cache_folder
-from rush.hardware import Ceilings, Machine, ceilings, datasheet_peaks, measure, probe
+from rush.hardware import Ceilings, Machine, ceilings, datasheet_peaks, launch_rate, measure, probe
+from rush.hardware.conditions import load_now
 from rush.hardware.machine import Device, Link
 from rush.hardware.samples import Sample
 from rush.recipe_io import load_recipe
@@ -37,6 +39,8 @@ def quick_measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(measure, "matmul", partial(measure.matmul, budget_s=0.02))
     monkeypatch.setattr(measure, "bandwidth", partial(measure.bandwidth, budget_s=0.02))
+    monkeypatch.setattr(launch_rate, "launching", partial(launch_rate.launching, budget_s=0.02))
+    monkeypatch.setattr(import_module("rush.hardware.ceilings"), "load_now", partial(load_now, seconds=0.01))
 
 
 def call(*words: str) -> tuple[str, str]:

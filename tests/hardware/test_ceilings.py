@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,17 @@ from rush.errors import MachineError
 from rush.files import cache_folder
 from rush.hardware import Ceilings, ceilings, measured_matmul_rate, probe
 from rush.hardware import measure as stopwatch
+from rush.hardware.conditions import load_now
 from rush.hardware.launch_rate import launching
 from rush.hardware.samples import Sample
+
+
+@pytest.fixture(autouse=True)
+def quick_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a test does not say how long to measure."""
+    monkeypatch.setattr(stopwatch, "matmul", partial(stopwatch.matmul, budget_s=0.05))
+    monkeypatch.setattr(stopwatch, "bandwidth", partial(stopwatch.bandwidth, budget_s=0.05))
+    monkeypatch.setattr(import_module("rush.hardware.ceilings"), "load_now", partial(load_now, seconds=0.01))
 
 
 def test_the_rate_is_the_amount_over_the_median_time() -> None:
