@@ -9,10 +9,13 @@ published shape. An aligned vocabulary gains nothing, and is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rush.techniques.api.contract as api
+from rush.models import Decoder
 from rush.techniques.kernels.chunked_loss import Projection
 
 # Shapes: n tokens, d hidden, v vocabulary.
@@ -21,16 +24,18 @@ DEFAULT = 64
 
 
 class PaddedProjection(Projection):
-    """Logits with a zero-padded weight; the padding's logits are dropped."""
+    """Logits by `matmul(hidden, weight)` with a zero-padded weight; the padding's logits are dropped."""
 
-    def __init__(self, padded: int) -> None:
+    def __init__(self, padded: int, matmul: Callable[[Tensor, Tensor], Tensor] = F.linear) -> None:
         super().__init__()
-        self.padded = padded
+        self.padded, self.matmul = padded, matmul
 
     def forward(self, hidden_nd: Tensor, head_weight_vd: Tensor) -> Tensor:
         vocab_size = head_weight_vd.shape[0]
+        if self.padded == vocab_size:
+            return self.matmul(hidden_nd, head_weight_vd)
         weight = F.pad(head_weight_vd, (0, 0, 0, self.padded - vocab_size))
-        return super().forward(hidden_nd, weight)[..., :vocab_size]
+        return self.matmul(hidden_nd, weight)[..., :vocab_size]
 
 
 class ProjectedLossHead(nn.Module):
@@ -45,15 +50,19 @@ class ProjectedLossHead(nn.Module):
         return F.cross_entropy(logits_nv, labels_bt.flatten(), ignore_index=-100, reduction="sum")
 
 
+def set_projection(model: Decoder, projection: Projection) -> None:
+    """Replace the projection of a loss head that has one, else the loss head."""
+    if hasattr(model.loss_head, "project"):
+        model.loss_head.project = projection
+    else:
+        model.loss_head = ProjectedLossHead(projection)
+
+
 def apply(build: api.Build, knobs: api.Knobs) -> None:
     multiple = int(knobs["multiple"])
     padded = -(-build.model.shape.vocab_size // multiple) * multiple
     build.facts.padded_vocab_size = padded
-    projection = PaddedProjection(padded)
-    if hasattr(build.model.loss_head, "project"):
-        build.model.loss_head.project = projection
-    else:
-        build.model.loss_head = ProjectedLossHead(projection)
+    set_projection(build.model, PaddedProjection(padded))
 
 
 def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:

@@ -14,17 +14,14 @@ learning rate the loss of `tiny` was the same with and without it: docs/negative
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rush.techniques.api.contract as api
 from rush.hardware import Machine
 from rush.kernels import fp16_linear as kernel
 from rush.recipe import Recipe
-from rush.techniques.kernels.chunked_loss import Projection
-from rush.techniques.kernels.vocab_pad import ProjectedLossHead
+from rush.techniques.kernels.vocab_pad import PaddedProjection, set_projection
 
 SCOPES = ("blocks", "blocks_and_head")
 RATE = "half_kernel"
@@ -51,21 +48,6 @@ class Fp16Linear(nn.Linear):
         return kernel.fp16_linear(x, weight)
 
 
-class Fp16Projection(Projection):
-    """Hidden states to logits; the vocabulary is zero-padded where another technique asks for it."""
-
-    def __init__(self, padded: int) -> None:
-        super().__init__()
-        self.padded = padded
-
-    def forward(self, hidden_nd: Tensor, head_weight_vd: Tensor) -> Tensor:
-        vocab_size = head_weight_vd.shape[0]
-        if self.padded == vocab_size:
-            return kernel.fp16_linear(hidden_nd, head_weight_vd)
-        weight = F.pad(head_weight_vd, (0, 0, 0, self.padded - vocab_size))
-        return kernel.fp16_linear(hidden_nd, weight)[..., :vocab_size]
-
-
 @dataclass(frozen=True)
 class Fp16Layers:
     """The layers with fp16 matmuls, the LM head included."""
@@ -82,12 +64,7 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
             setattr(build.model.get_submodule(parent), own, Fp16Linear(plain))
             layers += 1
     if _with_head(knobs) and build.model.holds("head.weight"):
-        head: Any = build.model.loss_head
-        projection = Fp16Projection(build.head_width)
-        if hasattr(head, "project"):
-            head.project = projection
-        else:
-            build.model.loss_head = ProjectedLossHead(projection)
+        set_projection(build.model, PaddedProjection(build.head_width, kernel.fp16_linear))
         layers += 1
     build.facts.rate_dtype, build.facts.operand_dtype = RATE, "float16"
     build.facts.note(Fp16Layers(layers))

@@ -27,8 +27,8 @@ from rush.recipe import Recipe
 from rush.techniques.api.evidence import describe_dtypes
 from rush.techniques.api.seams import needs_triton, rush_kernels_ran
 from rush.techniques.kernels.fused_loss import FusedLossHead
-from rush.techniques.kernels.vocab_pad import ProjectedLossHead
-from rush.techniques.precision.fp8_layers import ALIGNMENT, Fp8GatedMLP, Fp8Linear, Fp8Projection
+from rush.techniques.kernels.vocab_pad import PaddedProjection, ProjectedLossHead
+from rush.techniques.precision.fp8_layers import ALIGNMENT, Fp8GatedMLP, Fp8Linear, fp8_projection
 
 RECIPES, SCOPES = ("tensorwise", "rowwise"), ("blocks", "blocks_and_head", "head")
 CASTS = MLPS = ("compiler", "kernel")
@@ -65,7 +65,7 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
         build.facts.note(head)
     elif knobs["scope"] != "blocks":
         of_head = partial(fp8_linear, recipe=recipe, **(options | {"fast_accum": "forward"}))
-        build.model.loss_head = ProjectedLossHead(Fp8Projection(build.head_width, of_head))
+        build.model.loss_head = ProjectedLossHead(PaddedProjection(build.head_width, fp8_projection(of_head)))
 
 
 def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:

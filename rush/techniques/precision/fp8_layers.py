@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from rush.models.layers import FanOut, GatedMLP
 from rush.techniques.api.seams import to_autocast_dtype
-from rush.techniques.kernels.chunked_loss import Projection
 
 # Shapes: b batch, t position, n tokens, d hidden, j twice the MLP's width, v vocabulary.
 
@@ -46,18 +45,14 @@ class Fp8Linear(nn.Linear):
         return pad_tokens(x, lambda padded: self.matmul(padded, weight))
 
 
-class Fp8Projection(Projection):
-    """Hidden states to logits by an fp8 matmul; the vocabulary is zero-padded where needed."""
+def fp8_projection(matmul: Matmul) -> Matmul:
+    """Hidden states to logits by an fp8 matmul."""
 
-    def __init__(self, padded: int, matmul: Matmul) -> None:
-        super().__init__()
-        self.padded, self.matmul = padded, matmul
-
-    def forward(self, hidden_nd: Tensor, head_weight_vd: Tensor) -> Tensor:
-        vocab_size = head_weight_vd.shape[0]
-        weight = F.pad(head_weight_vd, (0, 0, 0, self.padded - vocab_size))
+    def project(hidden_nd: Tensor, head_weight_vd: Tensor) -> Tensor:
         (hidden_nd,) = to_autocast_dtype(hidden_nd)
-        return pad_tokens(hidden_nd, lambda padded: self.matmul(padded, weight))[..., :vocab_size]
+        return pad_tokens(hidden_nd, lambda padded: matmul(padded, head_weight_vd))
+
+    return project
 
 
 class Fp8GatedMLP(nn.Module):
