@@ -63,7 +63,7 @@ def chat(
     return out, err
 
 
-def test_base_and_adapter_are_switched_while_chatting(
+def test_chat_switches_between_base_and_adapter(
     models: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def said(lines: str, *words: str | Path) -> tuple[str, str]:
@@ -84,7 +84,7 @@ def test_base_and_adapter_are_switched_while_chatting(
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
-def test_offloaded_it_says_the_same(
+def test_an_offloaded_model_gives_the_same_answers(
     models: Path, where: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (models / "base", "--adapter", models / "adapter")
@@ -152,7 +152,7 @@ def test_at_a_terminal_a_key_switches(models: Path) -> None:
         os.close(ours)
 
 
-def test_merged_it_says_what_base_and_adapter_say(
+def test_the_merged_model_answers_as_base_and_adapter(
     models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apart, _ = chat(

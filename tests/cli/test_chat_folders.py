@@ -209,7 +209,7 @@ def test_merging_an_adapter_without_a_tokenizer_says_that_no_template_comes_alon
     assert "brings no tokenizer" in err
 
 
-def test_an_adapters_tokenizer_that_numbers_further_than_the_model_gives_its_template(
+def test_an_adapters_tokenizer_beyond_the_vocabulary_gives_only_its_template(
     made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Some trainers add a token for padding, for which the embedding has no row."""
@@ -231,7 +231,7 @@ def weights(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-def test_a_checkpoint_asked_for_is_the_one_that_is_taken(
+def test_the_requested_checkpoint_is_loaded(
     made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     base, run = made / "base-chatml", made / "lora"
@@ -260,7 +260,7 @@ def test_a_checkpoint_asked_for_is_the_one_that_is_taken(
     assert text(base, "--adapter", run) == late
 
 
-def test_a_checkpoint_of_what_has_none_is_refused(
+def test_a_checkpoint_of_a_folder_that_is_no_run_is_refused(
     made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     base, adapter = made / "base-chatml", tmp_path / "adapter"

@@ -97,7 +97,7 @@ def goes_on(world: Path, out: Path, name: str, step: int, monkeypatch: pytest.Mo
         ("under_no_grad", "the validation after step 2", "TypeError: planted under no_grad", 1),
     ],
 )
-def test_a_technique_that_raises_in_mid_run_is_named_and_the_run_goes_on_once_it_is_mended(
+def test_a_technique_that_raises_mid_run_is_named_and_the_run_resumes_once_it_is_fixed(
     name: str, at: str, raised: str, saved: int, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, out = file_of(world, name, broken=True), tmp_path / "run"

@@ -53,7 +53,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         os.environ["RUSH_CACHE"] = before
 
 
-def test_overfit_says_that_a_setting_can_learn(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overfit_reports_that_a_configuration_can_learn(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert world.call("overfit", world.recipe, "objective.beta=1.0", "--steps", 60) == 0
     out = capsys.readouterr().out
     assert "this configuration can learn" in out
@@ -67,7 +69,7 @@ def test_overfit_says_that_a_setting_can_learn(world: World, capsys: pytest.Capt
     )
 
 
-def test_overfit_says_why_a_setting_cannot(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overfit_reports_why_a_configuration_cannot(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert world.call("overfit", world.recipe, "optimizer.lr=1e-7", "--steps", 12, "--json") == 5
     verdict = json.loads(capsys.readouterr().out)
     assert (verdict["can_learn"], verdict["cause"]) == (False, "learning rate")

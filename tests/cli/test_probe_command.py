@@ -71,7 +71,7 @@ def rows(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in found}
 
 
-def test_the_json_tells_machine_rates_and_every_technique() -> None:
+def test_the_json_has_machine_rates_and_every_technique() -> None:
     out, _ = call("tiny", "run.device=cpu", "--collectives", "2", "--json")
     told = json.loads(out, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
     assert set(told) == {
@@ -251,7 +251,7 @@ def test_measured_rates_stand_beside_the_datasheet(capsys: pytest.CaptureFixture
     [(0, "just now"), (59.9, "just now"), (60, "1 minute ago"), (3599, "59 minutes ago"), (3600, "1 hour ago"),
      (3 * 3600 + 5, "3 hours ago"), (86_400 * 2.5, "2 days ago")],
 )  # fmt: skip
-def test_an_age_is_told_in_one_unit(seconds: float, text: str) -> None:
+def test_an_age_has_one_unit(seconds: float, text: str) -> None:
     assert command.ago(seconds) == text
 
 
@@ -259,5 +259,5 @@ def test_an_age_is_told_in_one_unit(seconds: float, text: str) -> None:
     ("value", "text"),
     [(69.8e9, "69.8 GFLOP/s"), (9.89e14, "989 TFLOP/s"), (251e6, "251 MFLOP/s"), (7, "7 FLOP/s")],
 )
-def test_a_rate_is_told_with_three_digits(value: float, text: str) -> None:
+def test_a_rate_has_three_digits(value: float, text: str) -> None:
     assert command.quantity(value, "FLOP/s") == text

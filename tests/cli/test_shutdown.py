@@ -103,7 +103,7 @@ def test_nothing_aborts_a_command_that_has_done_its_work(kind: str, tmp_path: Pa
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
-def test_callbacks_at_exit_and_threads_are_waited_for_and_what_they_raise_is_told(tmp_path: Path) -> None:
+def test_exit_callbacks_and_threads_are_waited_for_and_their_errors_reported(tmp_path: Path) -> None:
     done = command(
         """
         from concurrent.futures import ThreadPoolExecutor

@@ -84,7 +84,7 @@ def test_a_batch_script_is_bash_with_options_that_sbatch_has(name: str, tmp_path
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_manifest_holds_to_the_schemas(name: str) -> None:
+def test_a_manifest_validates_against_the_schemas(name: str) -> None:
     found = list(yaml.safe_load_all(manifest(JOBS[name])))
     assert found == documents(JOBS[name]), "what is read back is what was meant"
     assert [part["kind"] for part in found] == list(SCHEMA_OF)
@@ -274,7 +274,7 @@ STAND_INS = {
 
 
 @pytest.mark.slow
-def test_a_script_trains_stops_before_its_time_limit_and_goes_on_when_it_is_queued_again(
+def test_a_script_trains_stops_before_its_time_limit_and_resumes_when_requeued(
     recipe: Path, tmp_path: Path
 ) -> None:
     for name, text in STAND_INS.items():

@@ -111,7 +111,7 @@ def start(
 @pytest.mark.parametrize(
     ("executor", "workers"), [("local", 2), pytest.param("ray", 2, marks=pytest.mark.slow)]
 )
-def test_any_number_of_workers_on_any_engine_gives_the_same_bytes(
+def test_any_number_of_workers_on_any_executor_gives_the_same_bytes(
     source: Path, expected: dict[str, bytes], tmp_path: Path, executor: str, workers: int
 ) -> None:
     (tmp_path / "out").mkdir()
@@ -129,7 +129,7 @@ def family(session: int) -> list[int]:
 
 
 @pytest.mark.parametrize("after", [1, 12])
-def test_a_killed_cleaning_shows_nothing_and_continues_to_the_same_bytes(
+def test_a_killed_cleaning_leaves_no_output_and_resumes_to_the_same_bytes(
     source: Path, expected: dict[str, bytes], tmp_path: Path, after: int
 ) -> None:
     output = tmp_path / "out" / "out.jsonl"
@@ -190,7 +190,7 @@ def test_an_error_in_one_of_several_workers_reaches_the_user(tmp_path: Path, sou
 
 
 @pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_worker_that_is_killed_is_told_and_not_waited_for(background: bool, tmp_path: Path) -> None:
+def test_a_killed_worker_is_reported_and_not_waited_for(background: bool, tmp_path: Path) -> None:
     # What a script starts in the background ignores the signal of Ctrl-C, and so does whatever that starts.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN if background else signal.default_int_handler)
     try:

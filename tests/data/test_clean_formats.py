@@ -125,7 +125,7 @@ def test_a_folder_gets_a_file_for_each_unit_and_the_report_beside_them(tmp_path:
     assert len((tmp_path / "out" / "removed" / "01-words.jsonl").read_text().splitlines()) == 2
 
 
-def test_unreadable_rows_are_an_error_with_their_place_or_counted(tmp_path: Path) -> None:
+def test_unreadable_rows_are_an_error_with_their_line_or_counted(tmp_path: Path) -> None:
     broken = [b'{"text": "a b"}', b'{"text": ', b'["a b"]', b'{"text": "\xff"}', b'{"text": "\\ud800 x"}']
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(broken))
     with pytest.raises(DataError, match=r"in\.jsonl:2: not valid JSON"):

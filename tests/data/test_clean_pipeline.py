@@ -60,7 +60,7 @@ def test_a_mistake_is_one_sentence(tree: dict[str, Any], sentence: str) -> None:
     assert "pydantic" not in str(caught.value)
 
 
-def test_a_file_that_is_no_toml_or_not_there_is_told_so(tmp_path: Path) -> None:
+def test_a_missing_file_or_invalid_toml_is_reported(tmp_path: Path) -> None:
     broken = tmp_path / "broken.toml"
     broken.write_text("[[stage\n")
     with pytest.raises(RecipeError, match="not valid TOML"):
@@ -83,7 +83,7 @@ ROW = {
 }
 
 
-def test_a_path_leads_through_tables_and_lists() -> None:
+def test_a_path_goes_through_objects_and_lists() -> None:
     assert value_at(ROW, "recipe.ingredients.name") == [" Salt ", "leek"]
     assert value_at(ROW, "a.b") == "dotted"
     assert text_at(ROW, "steps", "row") == "boil\neat"
@@ -92,7 +92,7 @@ def test_a_path_leads_through_tables_and_lists() -> None:
             value_at(ROW, path)
 
 
-def test_items_come_from_lists_json_and_divided_text() -> None:
+def test_items_come_from_lists_json_and_separated_text() -> None:
     assert items_at(ROW, "listed", "row", None) == ["x", "y"]
     assert items_at(ROW, "divided", "row", ";") == ["x", "y", "z"]
     assert plain_items(items_at(ROW, "nested", "row", None), "nested", "row", False) == ["a", "b", "c"]

@@ -103,7 +103,7 @@ def test_rare_items_only_count_what_reached_the_stage(tmp_path: Path) -> None:
     assert len(run(tmp_path / "b", content, rare, words)[0]) == 1
 
 
-def test_expressions_must_or_must_not_be_found(tmp_path: Path) -> None:
+def test_a_regex_must_or_must_not_match(tmp_path: Path) -> None:
     content = [{"text": text} for text in ("see http://x", "plain", "PLAIN", "none")]
     kept, report = run(
         tmp_path, content, {"kind": "regex", "must_match": "(?i)plain|http", "must_not_match": "https?://"}
@@ -115,7 +115,7 @@ def test_expressions_must_or_must_not_be_found(tmp_path: Path) -> None:
     }
 
 
-def test_of_exact_copies_the_first_in_the_order_of_the_input_stays(tmp_path: Path) -> None:
+def test_of_exact_duplicates_the_first_in_the_input_is_kept(tmp_path: Path) -> None:
     chance = random.Random(1)
     content = random_rows(300)
     for index in range(150):
@@ -128,7 +128,7 @@ def test_of_exact_copies_the_first_in_the_order_of_the_input_stays(tmp_path: Pat
     assert report["stages"][0]["removed"] == len(content) - len(first)
 
 
-def test_exact_copies_by_chosen_fields_and_ignoring_case_and_spaces(tmp_path: Path) -> None:
+def test_exact_duplicates_by_fields_ignoring_case_and_white_space(tmp_path: Path) -> None:
     content = [
         {"id": 0, "text": "A  b", "n": 1},
         {"id": 1, "text": "a b\n", "n": 1},
@@ -140,7 +140,7 @@ def test_exact_copies_by_chosen_fields_and_ignoring_case_and_spaces(tmp_path: Pa
     assert [row["id"] for row in kept] == [0, 2, 3]
 
 
-def test_near_copies_are_found_across_units_and_the_first_stays(tmp_path: Path) -> None:
+def test_near_duplicates_are_found_across_units_and_the_first_is_kept(tmp_path: Path) -> None:
     """Against all pairs, compared by brute force: nearly equal ones go, unlike ones all stay."""
     chance = random.Random(2)
     content = [row for row in random_rows(600, seed=3) if len(row["text"].split()) >= 40]
@@ -171,7 +171,7 @@ def test_near_copies_are_found_across_units_and_the_first_stays(tmp_path: Path) 
         assert stays["id"] == example["row"]["id"] - 10_000
 
 
-def test_numbers_tell_near_copies_apart_unless_told_otherwise(tmp_path: Path) -> None:
+def test_numbers_distinguish_near_duplicates_unless_ignored(tmp_path: Path) -> None:
     question = "how much is the sum of the two numbers that now follow"
     content = [{"text": f"{question} {number} and {number + 3}"} for number in range(20)]
     (tmp_path / "a").mkdir()
@@ -181,7 +181,7 @@ def test_numbers_tell_near_copies_apart_unless_told_otherwise(tmp_path: Path) ->
     assert len(run(tmp_path / "b", content, {**stage, "ignore_numbers": True})[0]) == 1
 
 
-def test_a_long_document_signed_in_pieces_has_the_signature_of_the_whole(
+def test_the_minhash_of_a_long_document_in_chunks_is_that_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import numpy as np
@@ -200,7 +200,7 @@ def test_a_long_document_signed_in_pieces_has_the_signature_of_the_whole(
         assert ours.get_signature(shingles) == plain.get_signature(shingles)
 
 
-def test_languages_are_told_apart(tmp_path: Path) -> None:
+def test_languages_are_identified(tmp_path: Path) -> None:
     pytest.importorskip("py3langid")
     texts = {
         "en": "The soup is simmered over a low heat until the vegetables are soft and the broth is clear.",

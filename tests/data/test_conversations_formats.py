@@ -65,7 +65,7 @@ DOG = {"role": "assistant", "content": "A dog."}
          Pair((Q,), (A, Q, A), (Turn("assistant", "A dog."),))),
     ],
 )  # fmt: skip
-def test_a_pair_is_a_prompt_and_two_ways_to_go_on(row: dict[str, Any], pair: Pair) -> None:
+def test_a_pair_is_a_prompt_and_two_answers(row: dict[str, Any], pair: Pair) -> None:
     assert read(row, paired=True) == read(row, "preference", paired=True) == pair
 
 
@@ -184,7 +184,7 @@ def test_a_system_column_that_says_nothing_is_no_turn(nothing: str | None) -> No
         {"chosen": [SYSTEM, USER, ASSISTANT], "rejected": [SYSTEM, USER, DOG]},
     ],
 )
-def test_a_system_column_beside_a_pair_begins_its_prompt(row: dict[str, Any]) -> None:
+def test_a_system_column_is_the_first_turn_of_a_pairs_prompt(row: dict[str, Any]) -> None:
     assert read({**row, "system": "Be brief."}, paired=True) == Pair((FRONT, Q), PAIR.chosen, PAIR.rejected)
 
 

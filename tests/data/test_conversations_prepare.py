@@ -159,7 +159,7 @@ def test_what_changes_the_documents_changes_the_folder(
     assert prepare_documents(replace(asked, **changes), tmp_path / "cache", workers=1) != first
 
 
-def test_the_digest_of_the_content_knows_no_paths(
+def test_the_content_hash_does_not_depend_on_paths(
     asked: DocumentPreparation, write: Write, tmp_path: Path
 ) -> None:
     path = write(talks(40))
@@ -176,7 +176,7 @@ def test_the_digest_of_the_content_knows_no_paths(
     assert read_document_manifest(other).content_sha256 not in digests  # other targets are other data
 
 
-def test_an_interrupted_preparation_goes_on_with_what_is_missing(
+def test_an_interrupted_preparation_resumes_with_the_missing_units(
     write: Write,
     asked: DocumentPreparation,
     tmp_path: Path,
@@ -218,7 +218,7 @@ def pairs(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_pairs_stand_beside_each_other_and_differ_after_one_prompt(
+def test_pairs_are_neighbors_and_differ_after_one_prompt(
     write: Write, asked: DocumentPreparation, tmp_path: Path
 ) -> None:
     rows = pairs(60)
@@ -245,7 +245,7 @@ def test_pairs_stand_beside_each_other_and_differ_after_one_prompt(
     assert seen == 60
 
 
-def test_of_two_conversations_only_what_follows_the_shared_beginning_is_trained(
+def test_in_two_conversations_only_the_turns_after_the_shared_prompt_are_targets(
     write: Write, asked: DocumentPreparation, tmp_path: Path
 ) -> None:
     shared = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "jumps"},
@@ -257,7 +257,7 @@ def test_of_two_conversations_only_what_follows_the_shared_beginning_is_trained(
     assert [trained_text(documents, index) for index in (0, 1)] == ["dogs<|endoftext|>", "lazy<|endoftext|>"]
 
 
-def test_too_long_rows_are_refused_dropped_or_cut_and_counted(
+def test_too_long_rows_are_refused_dropped_or_truncated_and_counted(
     write: Write, asked: DocumentPreparation, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     rows = talks(80)
@@ -289,7 +289,7 @@ def test_too_long_rows_are_refused_dropped_or_cut_and_counted(
         assert all(documents.trained(index).any() for index in range(len(documents)))
 
 
-def test_a_cut_that_leaves_no_answer_or_no_difference_drops_the_row(
+def test_a_truncation_that_leaves_no_answer_or_no_difference_drops_the_row(
     write: Write, asked: DocumentPreparation, tmp_path: Path
 ) -> None:
     long = " ".join(["fox"] * 60)
@@ -336,9 +336,7 @@ def test_bad_rows_are_refused_with_their_line_or_counted_by_reason(
     assert (total.rows, total.documents) == (23, 20)
 
 
-def test_a_line_that_is_no_json_always_stops_the_preparation(
-    asked: DocumentPreparation, tmp_path: Path
-) -> None:
+def test_invalid_json_always_stops_the_preparation(asked: DocumentPreparation, tmp_path: Path) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_text(json.dumps(talks(1)[0]) + '\n{"messages": [\n')
     wanted = replace(asked, files=(str(path),), bad_rows="drop")
@@ -359,7 +357,9 @@ def test_a_split_without_documents_says_so(write: Write, asked: DocumentPreparat
     folder = prepare_documents(
         replace(asked, files=(str(write(talks(5))),), validation=0.0), tmp_path / "cache", workers=1
     )
-    with pytest.raises(DataError, match=r"validation split .* holds no document: 5 in total.*data\.validation"):
+    with pytest.raises(
+        DataError, match=r"validation split .* holds no document: 5 in total.*data\.validation"
+    ):
         DocumentSet(folder, "validation")
     with pytest.raises(RecipeError, match="Unknown split 'test'"):
         DocumentSet(folder, "test")

@@ -20,7 +20,7 @@ def letters(row: dict[str, list[dict[str, str]]]) -> int:
     return sum(len(message["content"]) for message in row["messages"])
 
 
-def test_lengths_are_drawn_from_the_stated_distribution() -> None:
+def test_lengths_are_sampled_from_the_stated_distribution() -> None:
     drawn = sorted(drawn_tokens(f"name {number}") for number in range(4000))
     assert statistics.median(drawn) == pytest.approx(MEDIAN_TOKENS, rel=0.03)
     assert statistics.fmean(drawn) == pytest.approx(1200, rel=0.03)

@@ -24,7 +24,7 @@ def stream(corpus_file: Path, tokenizer: Tokenizer, split: str) -> tuple[list[in
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 @pytest.mark.parametrize("sequence", [1, 7, 64, 1000])
-def test_windows_are_the_line_of_tokens_in_overlapping_pieces(
+def test_windows_are_overlapping_pieces_of_the_token_stream(
     prepared: Path, corpus_file: Path, tokenizer: Tokenizer, split: str, sequence: int
 ) -> None:
     tokens, _ = stream(corpus_file, tokenizer, split)

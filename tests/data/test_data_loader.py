@@ -48,7 +48,7 @@ def flat(steps: list[list[list[int]]]) -> list[int]:
     return [i for step in steps for micro in step for i in micro]
 
 
-def test_labels_are_the_tokens_that_follow() -> None:
+def test_labels_are_the_next_tokens() -> None:
     (batch,) = Loader(Numbered(3), 2, 2, seed=0, shuffle=False).next_step()
     assert batch.tokens_bt.tolist() == [[0, 1, 2, 3], [1000, 1001, 1002, 1003]]
     assert batch.labels_bt.tolist() == [[1, 2, 3, 4], [1001, 1002, 1003, 1004]]
@@ -58,7 +58,7 @@ def test_labels_are_the_tokens_that_follow() -> None:
     assert tuple(batch.samples) == ("sample 0", "sample 1")
 
 
-def test_on_real_shards_labels_are_the_line_of_tokens_one_further(prepared: Path) -> None:
+def test_on_real_shards_labels_are_the_token_stream_shifted_by_one(prepared: Path) -> None:
     dataset = TokenDataset(prepared, "train", 16)
     line = np.concatenate([dataset.window(0)[:1], *(dataset.window(i)[1:] for i in range(len(dataset)))])
     loader = Loader(dataset, 8, 4, seed=3)
@@ -90,7 +90,7 @@ def test_without_shuffling_windows_come_in_order() -> None:
     seed=st.integers(0, 5),
     workers=st.sampled_from([0, 2]),
 )
-def test_ranks_together_take_the_step_of_one_rank_in_order(
+def test_the_ranks_together_take_the_samples_of_one_rank_in_order(
     count: int, micro: int, rounds: int, world: int, seed: int, workers: int
 ) -> None:
     samples = micro * rounds * world
@@ -107,7 +107,7 @@ def test_ranks_together_take_the_step_of_one_rank_in_order(
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize(("workers_before", "workers_after"), [(0, 0), (0, 3), (3, 0), (1, 4)])
 @pytest.mark.parametrize("steps_before", [0, 1, 2, 3, 7])
-def test_a_new_loader_continues_exactly_from_a_saved_state(
+def test_a_new_loader_resumes_exactly_from_a_saved_state(
     world: int, workers_before: int, workers_after: int, steps_before: int
 ) -> None:
     for rank in range(world):
@@ -123,7 +123,7 @@ def test_a_new_loader_continues_exactly_from_a_saved_state(
 
 
 @pytest.mark.parametrize(("before", "after"), itertools.permutations([1, 2, 4], 2))
-def test_the_state_of_one_rank_count_continues_under_another(before: int, after: int) -> None:
+def test_a_state_resumes_with_another_number_of_ranks(before: int, after: int) -> None:
     reference = flat(take(Loader(Numbered(13), 8, 1, 5), 6))
     states = []
     for rank in range(before):
@@ -146,7 +146,7 @@ def test_the_state_of_one_rank_count_continues_under_another(before: int, after:
     assert rest == reference[16:]
 
 
-def test_the_state_counts_steps_asked_for_not_batches_fetched_ahead() -> None:
+def test_the_state_counts_returned_steps_not_prefetched_batches() -> None:
     with Loader(Numbered(100), 4, 1, seed=0, workers=4) as loader:
         assert loader.state() == {"seed": 0, "epoch": 0, "position": 0}
         next(loader.next_step())  # a step left before its end, as when a run is stopped
@@ -164,7 +164,7 @@ def test_going_back_gives_the_same_samples_again() -> None:
         assert take(loader, 5) == first
 
 
-def test_what_was_fetched_ahead_is_forgotten_when_a_state_is_loaded() -> None:
+def test_prefetched_batches_are_dropped_when_a_state_is_loaded() -> None:
     with Loader(Numbered(30), 4, 2, seed=1, workers=2) as loader:
         take(loader, 1)
         time.sleep(0.2)  # let the workers run ahead in the old order
@@ -197,7 +197,7 @@ def loader_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("rush-loader")]
 
 
-def test_workers_are_gone_after_closing_and_after_being_forgotten() -> None:
+def test_workers_end_when_the_loader_is_closed_or_collected() -> None:
     with Loader(Numbered(20), 2, 1, seed=0, workers=3) as loader:
         take(loader, 3)
         assert loader_threads()
@@ -218,7 +218,7 @@ class Slow(Numbered):
         return super().window(index)
 
 
-def test_workers_fetch_ahead_while_the_step_is_computed() -> None:
+def test_workers_prefetch_while_a_step_is_computed() -> None:
     with Loader(Slow(50), 4, 1, seed=0, workers=4) as loader:
         list(loader.next_step())
         time.sleep(0.3)  # the model at work

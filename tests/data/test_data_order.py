@@ -46,7 +46,7 @@ def test_every_sample_comes_exactly_once_per_epoch(count: int, seed: int, epoch:
 
 
 @given(count=st.integers(1, 2**33), seed=st.integers(0, 2**32), epoch=st.integers(0, 50), data=st.data())
-def test_each_place_is_computed_on_its_own_by_the_formula(
+def test_each_position_of_the_shuffle_is_computed_independently(
     count: int, seed: int, epoch: int, data: st.DataObject
 ) -> None:
     places = data.draw(st.lists(st.integers(0, count - 1), max_size=5))

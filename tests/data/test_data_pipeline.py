@@ -64,7 +64,7 @@ def test_ray_writes_the_same_folder(preparation: Preparation, prepared: Path, tm
 
 
 @pytest.mark.usefixtures("small_units")
-def test_the_blocks_deal_units_out_and_finish_what_the_plain_path_began(
+def test_the_blocks_assign_units_to_ranks_and_finish_what_prepare_began(
     preparation: Preparation, prepared: Path, tmp_path: Path
 ) -> None:
     from rush.data.datatrove_blocks import MergeManifest, jobs_of
@@ -90,7 +90,7 @@ def test_the_blocks_deal_units_out_and_finish_what_the_plain_path_began(
 
 
 @pytest.mark.usefixtures("small_units")
-def test_units_of_which_a_filter_left_nothing_are_still_recorded(
+def test_units_without_documents_after_a_filter_are_still_recorded(
     preparation: Preparation, tmp_path: Path
 ) -> None:
     key, tokenizer = fingerprint(preparation)

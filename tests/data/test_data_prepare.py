@@ -60,7 +60,7 @@ def test_every_document_is_in_exactly_one_split_and_none_is_lost(
     assert 30 < len(expected["validation"]) < 90
 
 
-def test_a_document_keeps_its_side_wherever_it_stands_and_however_often(
+def test_the_split_of_a_document_does_not_depend_on_its_position_or_repetition(
     tmp_path: Path, tokenizer_folder: Path, write_jsonl: Callable[[Path, list[str]], Path], texts: list[str]
 ) -> None:
     """The leak test: shuffled, duplicated, spread over files, no text is ever on both sides."""
@@ -98,7 +98,7 @@ def test_the_split_follows_the_seed_and_the_fraction(texts: list[str]) -> None:
     assert abs(many / 20_000 - 0.25) < 0.015
 
 
-def test_an_unchanged_source_is_found_again_and_a_changed_one_is_prepared_anew(
+def test_an_unchanged_source_is_reused_and_a_changed_one_is_prepared_again(
     tmp_path: Path, tokenizer_folder: Path, write_jsonl: Callable[[Path, list[str]], Path], texts: list[str]
 ) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", texts[:50])
@@ -121,7 +121,7 @@ def test_an_unchanged_source_is_found_again_and_a_changed_one_is_prepared_anew(
     assert len(folders | {folder}) == len(others) + 2
 
 
-def test_another_tokenizer_at_the_same_path_is_prepared_anew(
+def test_another_tokenizer_at_the_same_path_is_prepared_again(
     tmp_path: Path, corpus_file: Path, texts: list[str]
 ) -> None:
     base = Preparation("files", (str(corpus_file),), tokenizer=str(tmp_path / "tokenizer"))
@@ -181,7 +181,7 @@ def test_an_error_in_a_worker_process_reaches_the_user_and_finished_units_are_ke
         TokenDataset(folder, "train", 16)
 
 
-def test_two_preparations_of_one_folder_do_not_meet(
+def test_two_preparations_of_one_folder_exclude_each_other(
     preparation: Preparation, tmp_path: Path, prepared: Path
 ) -> None:
     folder = tmp_path / prepared.name
@@ -226,9 +226,7 @@ def test_a_corpus_whose_documents_are_all_empty_is_refused(
         prepare(Preparation("files", (str(path),), tokenizer=str(tokenizer_folder)), tmp_path, workers=1)
 
 
-def test_a_cache_that_cannot_be_written_is_a_matter_of_the_machine(
-    preparation: Preparation, tmp_path: Path
-) -> None:
+def test_a_cache_that_cannot_be_written_is_a_machine_error(preparation: Preparation, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(MachineError, match="Cannot write prepared data"):
         prepare(preparation, tmp_path / "file", workers=1)

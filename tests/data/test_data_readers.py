@@ -18,7 +18,7 @@ def read_all(path: Path, slice_bytes: int, text_field: str = "text") -> list[rea
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 7, 100, 1_000, 10**9])
-def test_jsonl_gives_the_same_documents_and_line_numbers_however_it_is_cut(
+def test_jsonl_gives_the_same_documents_and_line_numbers_for_any_slice_size(
     tmp_path: Path, slice_bytes: int
 ) -> None:
     texts = ["a", "zwei\nZeilen", "日本語" * 20, " ", "last"]
@@ -78,7 +78,7 @@ def test_a_truncated_compressed_file_is_refused(tmp_path: Path, texts: list[str]
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 500, 10**9])
-def test_parquet_gives_the_same_rows_however_it_is_cut(tmp_path: Path, slice_bytes: int) -> None:
+def test_parquet_gives_the_same_rows_for_any_slice_size(tmp_path: Path, slice_bytes: int) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -122,7 +122,7 @@ def test_a_small_text_file_is_one_document_to_the_byte(tmp_path: Path) -> None:
     paragraphs=st.lists(st.text(alphabet="ab ü🦊\n", min_size=1, max_size=60), min_size=1, max_size=40),
     slice_bytes=st.integers(1, 400),
 )
-def test_a_large_text_file_is_cut_without_losing_a_byte(
+def test_a_large_text_file_is_split_without_losing_a_byte(
     tmp_path_factory: pytest.TempPathFactory, paragraphs: list[str], slice_bytes: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -139,7 +139,7 @@ def test_a_large_text_file_is_cut_without_losing_a_byte(
             assert max(len(d.text.encode()) for d in found) <= 2 * 16 + 4
 
 
-def test_a_large_text_file_is_cut_at_blank_lines(tmp_path: Path) -> None:
+def test_a_large_text_file_is_split_at_blank_lines(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     paragraphs = [f"paragraph {i}: " + "word " * 200 + "\n\n" for i in range(600)]
     path.write_text("".join(paragraphs))
@@ -159,7 +159,7 @@ def test_text_that_is_not_utf8_is_refused_with_its_position(tmp_path: Path) -> N
         read_all(lines, 100)
 
 
-def test_documents_without_text_are_passed_over(tmp_path: Path) -> None:
+def test_empty_documents_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": ""}\n{"text": "x"}\n{"text": ""}\n')
     assert [d.text for d in read_all(path, 100)] == ["x"]
@@ -219,7 +219,7 @@ def test_a_byte_order_mark_is_no_part_of_a_text_or_a_column(tmp_path: Path) -> N
         ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
     ],
 )
-def test_a_line_too_much_for_python_is_refused_with_its_place(
+def test_a_line_that_pythons_json_cannot_parse_is_refused_with_its_number(
     tmp_path: Path, slice_bytes: int, line: str, said: str
 ) -> None:
     path = tmp_path / "much.jsonl"
@@ -253,7 +253,7 @@ def test_csv_is_read_as_rows(tmp_path: Path, name: str) -> None:
         (b"body\nx\n", ":2: no field 'text'. Fields found: body"),
     ],
 )
-def test_a_broken_table_is_refused_with_its_place(tmp_path: Path, raw: bytes, said: str) -> None:
+def test_a_broken_csv_file_is_refused_with_its_line(tmp_path: Path, raw: bytes, said: str) -> None:
     (tmp_path / "a.csv").write_bytes(raw)
     with pytest.raises(DataError) as caught:
         read_all(tmp_path / "a.csv", 100)

@@ -34,7 +34,7 @@ def write_shard(folder: Path, documents: list[list[int]], vocab_size: int, eos_i
     documents=st.lists(st.lists(st.integers(0, 99_999), max_size=20), min_size=1, max_size=8),
     vocab_size=st.sampled_from([100_000, 70_000 + 30_000, 1 << 20]),
 )
-def test_documents_come_back_with_their_bounds_and_names(
+def test_documents_are_read_back_with_their_boundaries_and_names(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], vocab_size: int
 ) -> None:
     folder = tmp_path_factory.mktemp("shard")
@@ -194,7 +194,7 @@ def rehash(folder: Path) -> Callable[[Shard], Shard]:
     return change
 
 
-def test_an_id_outside_the_vocabulary_is_found_even_when_every_checksum_agrees(
+def test_an_id_outside_the_vocabulary_is_found_even_if_every_checksum_matches(
     prepared: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "copy"
@@ -212,7 +212,7 @@ def test_an_id_outside_the_vocabulary_is_found_even_when_every_checksum_agrees(
         dataset.window(2)
 
 
-def test_bounds_that_do_not_fit_the_tokens_are_found_even_when_every_checksum_agrees(
+def test_document_boundaries_that_do_not_match_the_tokens_are_found_even_if_every_checksum_matches(
     prepared: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "copy"
@@ -225,7 +225,7 @@ def test_bounds_that_do_not_fit_the_tokens_are_found_even_when_every_checksum_ag
         verify_shards(folder, full=True)
 
 
-def test_the_content_is_named_apart_from_where_it_came_from(prepared: Path) -> None:
+def test_the_content_hash_does_not_depend_on_the_source(prepared: Path) -> None:
     manifest = read_manifest(prepared)
     written = json.loads((prepared / "manifest.json").read_text())["content_sha256"]
     assert manifest.content_sha256 == written

@@ -207,7 +207,7 @@ def test_a_name_is_looked_for_on_this_machine_first(
     assert find_tokenizer("gpt2") == tokenizer
 
 
-def test_an_unreachable_hub_says_how_to_go_on(tmp_path: Path) -> None:
+def test_an_unreachable_hub_says_what_to_do_instead(tmp_path: Path) -> None:
     script = (
         "from rush.data import find_tokenizer\nfrom rush.errors import MachineError\n"
         "for name in ('gpt2', 'llama-3', 'owner/name'):\n"
@@ -220,7 +220,7 @@ def test_an_unreachable_hub_says_how_to_go_on(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", script], check=True, env=environment, cwd=ROOT)
 
 
-def test_tokenizers_are_compared_by_what_they_make_of_texts(
+def test_tokenizers_are_compared_by_their_vocabulary_and_encodings(
     texts: list[str], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     assert tokenizer.difference(train_bpe(texts, 400)) is None

@@ -84,7 +84,7 @@ def test_a_step_holds_the_same_batches_whatever_the_ranks(packing: Packing, worl
 
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=str)
-def test_workers_change_nothing_even_when_steps_are_left_halfway(packing: Packing) -> None:
+def test_workers_change_nothing_even_if_steps_are_not_read_to_the_end(packing: Packing) -> None:
     plain = loader_of(packing)
     with loader_of(packing, workers=3) as worked:
         for step in range(12):
@@ -155,7 +155,9 @@ def test_pairs_stay_together_chosen_first() -> None:
 
 @pytest.mark.parametrize("packing", PACKINGS, ids=str)
 @pytest.mark.parametrize("world", [1, 3])
-def test_held_out_documents_are_the_first_ones_once_in_every_rank_alike(packing: Packing, world: int) -> None:
+def test_validation_takes_the_first_documents_once_with_the_same_number_of_batches_on_every_rank(
+    packing: Packing, world: int
+) -> None:
     documents = SmallDocuments(LENGTHS)
     ranks = [
         list(document_validation(documents, packing, 2, 32, samples=21, rank=rank, world=world))

@@ -97,7 +97,7 @@ def test_no_row_and_no_batch_is_beyond_its_capacity(
 
 @settings(max_examples=80, deadline=None)
 @given(lengths=lengths_of, micro=st.integers(1, 5), sequence=st.integers(1, 45), seed=st.integers(0, 9))
-def test_concat_is_the_line_of_all_tokens_without_the_stated_tail(
+def test_concat_is_the_token_stream_without_the_stated_tail(
     lengths: list[int], micro: int, sequence: int, seed: int
 ) -> None:
     if sum(lengths) < sequence:
@@ -205,7 +205,7 @@ def test_padding_shrinks_from_packing_to_packing() -> None:
     assert shares["flatten"] < 0.02
 
 
-def test_a_row_of_uncommonly_many_short_documents_is_closed_early() -> None:
+def test_a_row_with_the_maximum_number_of_documents_is_closed_early() -> None:
     lengths = [2] * 3000 + [257] * 300
     most = most_documents(np.array(lengths), 256)
     plan = planned(BestFit(window=4000), lengths, 4, 256)
@@ -254,7 +254,7 @@ def test_no_label_is_lost_but_those_of_the_tail() -> None:
 
 
 @pytest.mark.parametrize("packing", [BestFit(), Flatten()], ids=str)
-def test_positions_restart_and_documents_are_told_apart(packing: Packing) -> None:
+def test_positions_restart_in_each_document_and_document_ids_differ(packing: Packing) -> None:
     documents = SmallDocuments(realistic_lengths(41, longest=33))
     shapes = set()
     for rows, batch in batches_of(packing, documents, 3, 32):
@@ -284,7 +284,7 @@ def test_positions_restart_and_documents_are_told_apart(packing: Packing) -> Non
     assert len(shapes) == 1, "a compiler must see one shape"
 
 
-def test_a_pad_of_so_many_shapes_makes_no_more() -> None:
+def test_pad_gives_at_most_its_number_of_shapes() -> None:
     documents = SmallDocuments(realistic_lengths(300, longest=65))
     for shapes, allowed in ((1, {64}), (4, {16, 32, 48, 64}), (8, set(range(8, 65, 8)))):
         found = {batch.tokens_bt.shape for _, batch in batches_of(Pad(shapes=shapes), documents, 2, 64)}
@@ -294,7 +294,7 @@ def test_a_pad_of_so_many_shapes_makes_no_more() -> None:
         assert batch.tokens_bt.shape[1] == max(sum(sizes_of(row)) for row in rows)
 
 
-def test_a_document_that_alone_is_too_long_is_cut_and_its_pieces_are_documents() -> None:
+def test_a_document_longer_than_a_row_is_split_into_documents() -> None:
     documents = SmallDocuments([100, 9])
     ((rows, batch),) = batches_of(Flatten(), documents, 4, 32)
     assert sorted((int(d), int(a), int(b)) for d, a, b in rows[0]) == [
@@ -308,7 +308,7 @@ def test_a_document_that_alone_is_too_long_is_cut_and_its_pieces_are_documents()
     assert int(batch.positions_bt.max()) == 31
 
 
-def test_parts_of_a_packed_batch_know_where_their_documents_begin() -> None:
+def test_parts_of_a_packed_batch_have_their_document_starts() -> None:
     documents = SmallDocuments(realistic_lengths(60, longest=33))
     _, batch = batches_of(BestFit(), documents, 4, 32)[0]
     parts = batch.split(2)

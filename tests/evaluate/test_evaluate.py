@@ -118,14 +118,14 @@ def test_win_rates_by_sum_per_token_and_by_reward(model: Decoder) -> None:
     assert (same.change_by_sum.won, same.change_by_sum.lost) == (0, 0)
 
 
-def test_the_interval_of_a_share_is_wilsons() -> None:
+def test_the_interval_of_a_proportion_is_wilsons() -> None:
     # Newcombe 1998, table I: 81 of 263 gives 0.2553 to 0.3662, 0 of 20 gives 0 to 0.1611, 1 of 29 gives 0.0061 to 0.1718.
     for wins, count, low, high in ((81, 263, 0.2553, 0.3662), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)):
         found = proportion([1.0] * wins + [0.0] * (count - wins))
         assert (round(found.low, 4), round(found.high, 4), found.count) == (low, high, count)
 
 
-def test_a_change_is_of_the_same_pairs_and_far_surer_than_two_shares() -> None:
+def test_a_paired_change_has_a_narrower_interval_than_two_proportions() -> None:
     before = [1.0] * 180 + [0.0] * 80
     after = [1.0] * 176 + [0.0] * 4 + [1.0] * 24 + [0.0] * 56  # 24 won, 4 lost
     found = change_of(before, after)
@@ -146,7 +146,7 @@ def test_a_change_is_of_the_same_pairs_and_far_surer_than_two_shares() -> None:
 
 
 @pytest.mark.parametrize(("up", "down"), [(0.0, 0.0), (0.02, 0.02), (0.08, 0.02), (0.3, 0.1)])
-def test_the_interval_of_a_change_covers_the_truth_as_often_as_it_says(up: float, down: float) -> None:
+def test_the_interval_of_a_change_has_its_nominal_coverage(up: float, down: float) -> None:
     rng = np.random.default_rng(1)
     hits = 0
     for _ in range(1000):
@@ -189,7 +189,7 @@ def test_multiple_choice_against_each_choice_scored_alone(model: Decoder, tokeni
         assert found.acc.count == 4
 
 
-def test_a_choice_begins_where_the_context_ends_and_an_empty_context_begins_a_text(
+def test_a_choice_starts_after_the_context_and_an_empty_context_is_a_bos_token(
     tokenizer: Tokenizer,
 ) -> None:
     tokens, begin = encode_choice(tokenizer, "the lazy dog ", "sleeps")
@@ -200,7 +200,7 @@ def test_a_choice_begins_where_the_context_ends_and_an_empty_context_begins_a_te
     assert tokenizer.decode(tokens[1:]) == " fox"
 
 
-def test_a_context_too_long_loses_its_beginning(model: Decoder, tokenizer: Tokenizer) -> None:
+def test_a_context_too_long_is_truncated_on_the_left(model: Decoder, tokenizer: Tokenizer) -> None:
     long = "cat " * 400 + "fox"
     assert len(tokenizer.encode(long)) > model.shape.context
     found = multiple_choice(model, tokenizer, [Question(long, ("jumps", "sleeps under"), 0)])
@@ -260,7 +260,7 @@ def test_a_question_that_cannot_be_asked_is_refused(tmp_path: Path, content: str
         read_questions(file)
 
 
-def test_data_that_cannot_be_judged_is_refused(model: Decoder, tmp_path: Path) -> None:
+def test_data_without_labels_or_pairs_is_refused(model: Decoder, tmp_path: Path) -> None:
     tokens = torch.ones(2, 4, dtype=torch.int64)
     masked = Batch(tokens, torch.full((2, 4), IGNORED))
     with pytest.raises(DataError, match="no label"):
@@ -273,7 +273,7 @@ def test_data_that_cannot_be_judged_is_refused(model: Decoder, tmp_path: Path) -
         read_questions(tmp_path / "none.jsonl")
 
 
-def test_answers_are_the_likeliest_tokens_up_to_the_end(model: Decoder, tokenizer: Tokenizer) -> None:
+def test_answers_are_greedy_up_to_the_stop_token(model: Decoder, tokenizer: Tokenizer) -> None:
     prompt = encode_question(tokenizer, "the quick")
     assert prompt == tokenizer.encode("the quick")
     tokens = list(prompt)
@@ -283,7 +283,7 @@ def test_answers_are_the_likeliest_tokens_up_to_the_end(model: Decoder, tokenize
     assert greedy_answer(model, tokenizer, prompt, 6) == tokenizer.decode(tokens[len(prompt) :]).strip()
 
 
-def test_prompts_are_what_stands_before_the_first_target_each_once() -> None:
+def test_prompts_are_the_tokens_before_the_first_label_without_repeats() -> None:
     documents = PairsInMemory(4, seed=4, vocabulary=300)
     found: Any = first_prompts(documents, 3)
     assert found == [documents.tokens(2 * pair)[:3].tolist() for pair in range(3)]

@@ -50,7 +50,7 @@ def pairs_batch() -> Batch:
 
 
 @pytest.mark.parametrize("kind", ["lm", "sft", "dpo"])
-def test_a_good_setting_learns_its_batch_by_heart(kind: str) -> None:
+def test_a_good_configuration_overfits_its_batch(kind: str) -> None:
     batch = {"lm": lm_batch, "sft": sft_batch, "dpo": pairs_batch}[kind]()
     seen: list[float] = []
     verdict = overfit(maker(f"objective.kind='{kind}'"), batch, 200, lambda step, loss: seen.append(loss))
@@ -73,7 +73,7 @@ def test_a_good_setting_learns_its_batch_by_heart(kind: str) -> None:
         assert verdict.losses[0] == float(torch.tensor(math.log(2), dtype=torch.float32))
 
 
-def test_adapters_count_as_a_setting_that_can_learn() -> None:
+def test_adapters_can_overfit_a_batch() -> None:
     verdict = overfit(
         maker("techniques=['lora']", "objective.kind='dpo'", "objective.beta=2.0"), pairs_batch(), 60
     )
@@ -94,9 +94,7 @@ def test_everything_masked_is_named_as_the_mask() -> None:
     ("shift", "what"),
     [(0, "the token itself"), (2, "the token after the next"), (5, "are not the next token")],
 )
-def test_labels_moved_by_another_number_of_places_are_named_even_if_the_loss_falls(
-    shift: int, what: str
-) -> None:
+def test_shifted_labels_are_detected_even_if_the_loss_falls(shift: int, what: str) -> None:
     batch = lm_batch()
     tokens = torch.cat((batch.tokens_bt, torch.randint(0, 64, (4, 8))), 1)
     moved = replace(batch, labels_bt=tokens[:, shift : shift + 16].contiguous())
@@ -132,7 +130,7 @@ def test_a_learning_rate_far_too_high_is_named() -> None:
     assert "optimizer.lr=0.05" in verdict.reason
 
 
-def test_a_learning_rate_that_ends_in_no_number_is_named() -> None:
+def test_a_learning_rate_with_a_non_finite_loss_is_named() -> None:
     verdict = overfit(maker("optimizer.lr=1e30"), lm_batch(), 20)
     assert (verdict.can_learn, verdict.cause) == (False, "learning rate"), verdict.reason
     assert "non-finite" in verdict.reason
@@ -204,12 +202,12 @@ def test_updates_that_bf16_rounds_away_are_named_as_precision() -> None:
     assert same_rate.cause == "learning rate", "in fp32 the same rate is only too low"
 
 
-def test_a_start_that_is_no_number_is_not_blamed_on_the_learning_rate() -> None:
+def test_non_finite_initial_weights_are_not_blamed_on_the_learning_rate() -> None:
     verdict = overfit(changed(maker(), "damaged"), lm_batch(), 20)
     assert (verdict.can_learn, verdict.cause) == (False, "start")
 
 
-def test_the_lowest_loss_counts_beginnings_that_go_on_in_several_ways() -> None:
+def test_the_entropy_floor_counts_prefixes_with_several_continuations() -> None:
     tokens = torch.tensor([[1, 2, 3], [1, 2, 4], [1, 5, 3], [6, 2, 3]])
     labels = torch.tensor([[2, 3, 7], [2, 4, 7], [5, 3, 7], [2, 3, 7]])
     # After [1]: 2, 2, 5; after [1, 2]: 3, 4. All else goes on in one way.

@@ -81,7 +81,9 @@ def _live(lived: Lived, starter: Starter, place: Path, data: LocalData, **change
     machine = probe("cuda")
     found = as_far_as_it_runs(lived.name, lived.recipe, machine)
     local = {"run.device": "cuda", "data.validation": 0.2, "run.deterministic": DETERMINISTIC}
-    recipe = short(data.of(changed(found.recipe, local)), **{**FEW, "run.validate_sequences": HELD_OUT, **changes})
+    recipe = short(
+        data.of(changed(found.recipe, local)), **{**FEW, "run.validate_sequences": HELD_OUT, **changes}
+    )
     folder = place / f"{lived.name}-{recipe.shape().num_layers}"
     life = Lives(starter, folder, {"RUSH_CACHE": str(place / "cache")}, limit_s=400.0).live(recipe, PARTS)
     if life.problem is None:

@@ -68,14 +68,14 @@ def test_the_copy_rate_counts_reading_and_writing() -> None:
     assert 5e8 < sample.rate < 5e12
 
 
-def test_what_a_cpu_cannot_multiply_is_said_with_the_reason(tmp_path: Path) -> None:
+def test_unsupported_matmul_dtypes_of_a_cpu_have_a_reason(tmp_path: Path) -> None:
     found = ceilings(probe("cpu"), ("tf32", "float8"), bandwidth=False, folder=tmp_path)
     assert found.matmul == {}
     assert set(found.unsupported) == {"tf32", "float8"}
     assert found.matmul_rate("tf32") is None
 
 
-def test_measuring_leaves_the_random_generators_as_they_were() -> None:
+def test_measuring_does_not_change_the_random_generators() -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)

@@ -50,7 +50,7 @@ def test_the_link_carries_what_a_ring_sends_through_it(operation: str, ranks: in
     assert row.bus_bytes_per_s == pytest.approx(20.0 * factor)
 
 
-def test_two_real_processes_exchange_over_gloo_and_are_gone_afterwards(tmp_path: Path) -> None:
+def test_two_processes_run_collectives_over_gloo_and_end(tmp_path: Path) -> None:
     machine = probe("cpu")
     before = {process.pid for process in children()}
     found = ceilings(machine, (), bandwidth=False, collectives=2, folder=tmp_path)
@@ -185,7 +185,7 @@ def test_the_rates_that_other_records_embed_have_the_documented_form() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes two GPUs")
-def test_gpus_exchange_over_nccl_faster_than_a_network_card(tmp_path: Path) -> None:
+def test_nccl_between_gpus_is_faster_than_a_network_card(tmp_path: Path) -> None:
     machine = probe("cuda")
     found = ceilings(machine, (), bandwidth=False, collectives=machine.num_devices, folder=tmp_path)
     assert {row.backend for row in found.collectives} == {"nccl"}

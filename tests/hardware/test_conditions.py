@@ -83,7 +83,7 @@ def test_on_a_cpu_the_load_is_known_and_the_rest_is_not() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_tells_its_conditions() -> None:
+def test_a_gpu_reports_its_conditions() -> None:
     found = conditions(probe("cuda"))
     assert found.clock_mhz is not None
     assert found.clock_mhz > 100

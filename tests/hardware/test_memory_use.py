@@ -9,7 +9,7 @@ import pytest
 from rush.hardware.memory_use import graph_pool_bytes, process_memory, trim_heap
 
 
-def test_the_pools_of_recorded_graphs_count_beyond_what_is_allocated_in_them() -> None:
+def test_the_pools_of_captured_graphs_count_beyond_their_allocations() -> None:
     segments = [
         {"segment_pool_id": (0, 0), "total_size": 1000, "allocated_size": 400},
         {"segment_pool_id": (0, 1), "total_size": 500, "allocated_size": 20},
@@ -21,7 +21,7 @@ def test_the_pools_of_recorded_graphs_count_beyond_what_is_allocated_in_them() -
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library has no call for it")
-def test_what_is_free_inside_a_process_can_be_given_back() -> None:
+def test_freed_heap_memory_can_be_returned_to_the_system() -> None:
     """Pieces that are too small for a place of their own stay resident when they are freed beside others that are not."""
     pieces = [bytes(60_000) for _ in range(2000)]
     kept = pieces[::50]

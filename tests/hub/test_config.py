@@ -56,7 +56,7 @@ def test_the_published_configurations_give_the_published_shapes() -> None:
     assert shape_from_config(PUBLISHED_LLAMA) == SIZES["llama-3.2-1b"]
 
 
-def test_both_spellings_of_rotary_settings_are_read() -> None:
+def test_both_spellings_of_rope_settings_are_read() -> None:
     scaling, theta = PUBLISHED_LLAMA["rope_scaling"], PUBLISHED_LLAMA["rope_theta"]
     bare = {key: value for key, value in PUBLISHED_LLAMA.items() if not key.startswith("rope_")}
     assert isinstance(scaling, dict)
@@ -153,7 +153,7 @@ LLAMA3 = PUBLISHED_LLAMA["rope_scaling"]
         (PUBLISHED_GPT2, {"n_head": 0}, ("num_heads", "0")),
     ],
 )
-def test_what_we_do_not_compute_is_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     base: dict[str, Any], changes: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     with pytest.raises(DataError) as caught:
@@ -161,7 +161,7 @@ def test_what_we_do_not_compute_is_refused_by_name(
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_agreeing_spellings_may_stand_side_by_side() -> None:
+def test_both_spellings_may_occur_if_they_agree() -> None:
     both = config_from_shape(SIZES["llama-3.1-8b"])
     assert both["rope_scaling"]
     assert both["rope_parameters"]

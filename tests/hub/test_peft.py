@@ -85,7 +85,7 @@ VARIANTS = [{}, {"dora": True}, {"scale_by_root": True}]
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("options", VARIANTS, ids=["lora", "dora", "rslora"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_peft_loads_ours_and_gives_the_same_logits(
+def test_peft_loads_our_adapters_with_the_same_logits(
     tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:
     peft = pytest.importorskip("peft")
@@ -105,7 +105,7 @@ def test_peft_loads_ours_and_gives_the_same_logits(
     ("family", "targets"),
     [("llama", ["q_proj", "v_proj", "down_proj"]), ("gpt2", ["c_attn", "c_proj"])],
 )
-def test_we_load_pefts_and_give_the_same_logits(
+def test_we_load_pefts_adapters_with_the_same_logits(
     tmp_path: Path, family: str, targets: list[str], options: dict[str, Any]
 ) -> None:
     peft = pytest.importorskip("peft")
@@ -140,7 +140,7 @@ def test_the_names_in_a_file_are_those_peft_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_file_comes_back_bit_for_bit(tmp_path: Path, family: str) -> None:
+def test_an_adapter_is_saved_and_loaded_bit_for_bit(tmp_path: Path, family: str) -> None:
     model = adapted(family, dora=True)
     save_adapter(tmp_path / "adapter", model, None)
     again = base(family)
@@ -148,7 +148,7 @@ def test_a_file_comes_back_bit_for_bit(tmp_path: Path, family: str) -> None:
     assert torch.equal(logits(model), logits(again))
 
 
-def test_base_and_adapter_are_loaded_together_and_switched(tmp_path: Path) -> None:
+def test_base_and_adapter_are_loaded_together_and_the_adapter_can_be_disabled(tmp_path: Path) -> None:
     model = adapted("llama")
     save_hf_folder(tmp_path / "base", base("llama"), model.shape)
     save_adapter(tmp_path / "adapter", model, None)
@@ -173,9 +173,7 @@ def changed(folder: Path, **config: Any) -> None:
         ({"r": 0}, "r is 0; it must be a number above 0"),
     ],
 )
-def test_what_we_cannot_do_as_peft_does_it_is_refused(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
+def test_unsupported_peft_options_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     save_adapter(tmp_path, adapted("llama"), None)
     changed(tmp_path, **change)
     with pytest.raises(DataError, match=message):
@@ -221,7 +219,7 @@ def test_a_missing_half_of_an_adapter_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, _ in base("gpt2").named_parameters()])
-def test_a_base_is_known_by_every_one_of_its_weights(tmp_path: Path, name: str) -> None:
+def test_the_fingerprint_of_a_base_covers_every_weight(tmp_path: Path, name: str) -> None:
     save_adapter(tmp_path, adapted("gpt2"), None)
     other = base("gpt2")
     with torch.no_grad():  # one value, by the smallest step that bf16 can tell
@@ -233,7 +231,7 @@ def test_a_base_is_known_by_every_one_of_its_weights(tmp_path: Path, name: str) 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_base_is_the_same_in_another_dtype_and_before_it_was_quantized(
+def test_the_fingerprint_of_a_base_does_not_depend_on_dtype_or_quantization(
     family: str, dtype: torch.dtype
 ) -> None:
     plain = base(family)
@@ -250,7 +248,7 @@ def test_a_base_is_the_same_in_another_dtype_and_before_it_was_quantized(
     assert base_identity(quantized) != known
 
 
-def test_fingerprints_see_every_value_and_where_rows_are() -> None:
+def test_fingerprints_detect_changed_values_and_moved_rows() -> None:
     weight_oi = torch.randn(24, 640, generator=torch.Generator().manual_seed(2)).bfloat16()
     swapped = weight_oi.clone()
     swapped[[3, 17]] = swapped[[17, 3]]
@@ -267,7 +265,7 @@ def as_older_rush_wrote_it(folder: Path, model: Decoder) -> None:
     save_file(load_file(folder / WEIGHTS), folder / WEIGHTS, metadata=metadata)
 
 
-def test_an_older_adapter_is_checked_in_part_and_that_is_said(tmp_path: Path) -> None:
+def test_an_older_adapter_is_checked_in_part_with_a_note(tmp_path: Path) -> None:
     model = adapted("llama")
     save_adapter(tmp_path / "adapter", model, None)
     as_older_rush_wrote_it(tmp_path / "adapter", base("llama"))

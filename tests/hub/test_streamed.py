@@ -51,7 +51,7 @@ def test_the_logits_and_the_text_are_the_same_to_the_bit(family: str, where: str
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
-def test_adapters_stay_with_the_model_and_can_be_switched(where: str, tmp_path: Path) -> None:
+def test_adapters_are_resident_and_can_be_disabled(where: str, tmp_path: Path) -> None:
     shape = small_shape("llama")
     model = build_model(shape, seed=1)
     save_hf_folder(tmp_path / "base", model, shape)
@@ -66,7 +66,7 @@ def test_adapters_stay_with_the_model_and_can_be_switched(where: str, tmp_path: 
     assert torch.equal(logits(streamed), logits(load_model(tmp_path / "base")))
 
 
-def test_a_dora_adapter_is_refused_beside_offloaded_blocks(tmp_path: Path) -> None:
+def test_a_dora_adapter_is_refused_with_offload(tmp_path: Path) -> None:
     shape = small_shape("llama")
     model = build_model(shape, seed=1)
     save_hf_folder(tmp_path / "base", model, shape)

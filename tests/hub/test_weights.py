@@ -38,7 +38,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 
 
 @pytest.mark.parametrize("limit", [1, 20_000, 10**9])
-def test_out_and_in_again_keeps_every_bit_whatever_the_shards(
+def test_save_and_load_keep_every_bit_for_any_shard_size(
     small_shape: Shape, limit: int, lively: Lively, tmp_path: Path
 ) -> None:
     model = lively(small_shape)
@@ -54,7 +54,7 @@ def test_out_and_in_again_keeps_every_bit_whatever_the_shards(
     assert not list(tmp_path.glob("hf/.*"))
 
 
-def test_shards_respect_the_limit_and_the_index_is_true(
+def test_shards_respect_the_limit_and_the_index_matches(
     family_shape: Shape, lively: Lively, tmp_path: Path
 ) -> None:
     model = lively(family_shape)
@@ -101,7 +101,7 @@ def test_the_base_models_prefix_may_be_absent(folder: Path) -> None:
     assert same(load_hf_folder(folder)[1], before)
 
 
-def test_old_constants_beside_the_weights_are_left_aside(folder: Path) -> None:
+def test_old_buffers_in_the_weights_are_ignored(folder: Path) -> None:
     before = load_hf_folder(folder)[1]
 
     def add(tensors: dict[str, torch.Tensor]) -> None:
@@ -112,7 +112,7 @@ def test_old_constants_beside_the_weights_are_left_aside(folder: Path) -> None:
     assert same(load_hf_folder(folder)[1], before)
 
 
-def test_a_tied_head_written_twice_is_one_and_a_different_one_is_refused(
+def test_a_tied_head_stored_twice_is_loaded_once_and_a_different_one_is_refused(
     folder: Path, family_shape: Shape
 ) -> None:
     before = load_hf_folder(folder)[1]
@@ -137,7 +137,7 @@ def test_a_pickle_is_refused_and_never_opened(folder: Path, name: str) -> None:
         assert name in str(caught.value)
 
 
-def test_a_pickle_beside_safetensors_is_not_looked_at(folder: Path) -> None:
+def test_a_pickle_next_to_safetensors_is_ignored(folder: Path) -> None:
     _, before = load_hf_folder(folder)
     (folder / "pytorch_model.bin").write_bytes(b"whatever")
     _, after = load_hf_folder(folder)
@@ -174,7 +174,7 @@ def test_missing_unknown_and_misshapen_tensors_are_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family_shape", ["gpt2"], indirect=True)
-def test_a_linear_weight_of_gpt2_stored_output_first_is_refused(
+def test_a_gpt2_weight_stored_as_out_in_is_refused(
     lively: Lively, tmp_path: Path, family_shape: Shape
 ) -> None:
     save_hf_folder(tmp_path, lively(family_shape), family_shape)
@@ -217,7 +217,7 @@ def test_broken_and_missing_files_are_named(folder: Path, tmp_path: Path) -> Non
         load_hf_folder(folder)
 
 
-def test_an_index_that_lies_is_refused(family_shape: Shape, lively: Lively, tmp_path: Path) -> None:
+def test_an_index_with_wrong_entries_is_refused(family_shape: Shape, lively: Lively, tmp_path: Path) -> None:
     save_hf_folder(tmp_path, lively(family_shape), family_shape, max_shard_bytes=50_000)
     index = json.loads((tmp_path / INDEX).read_text())
     shard = tmp_path / sorted(set(index["weight_map"].values()))[1]

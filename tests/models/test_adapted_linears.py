@@ -107,7 +107,7 @@ def test_outputs_and_gradients_are_those_of_the_formula_out_of_place(
 
 @pytest.mark.parametrize("form", [None, NF4], ids=["plain", "nf4"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_compiled_it_is_one_graph_and_the_same_to_the_bit(count: int, form: Form | None) -> None:
+def test_compiled_it_is_one_graph_and_bit_identical(count: int, form: Form | None) -> None:
     layers, x = layers_of(count, torch.float32, form=form), input_of(torch.float32)
     compiled = torch.compile(lambda x: ours(x, layers), fullgraph=True)
     got, wanted = compiled(x), ours(x, layers)
@@ -144,7 +144,7 @@ def test_no_output_is_copied_and_the_input_gets_one_gradient(count: int, form: F
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_no_unpacked_weight_is_kept_beside_an_adapter(compiled: bool) -> None:
+def test_no_dequantized_weight_is_saved_with_an_adapter(compiled: bool) -> None:
     layers, x = layers_of(3, torch.float32, form=NF4), input_of(torch.float32)
     run = torch.compile(lambda x: ours(x, layers), fullgraph=True) if compiled else lambda x: ours(x, layers)
     kept: dict[int, int] = {}
@@ -186,7 +186,7 @@ def test_an_output_that_nobody_uses_adds_nothing_to_the_gradients() -> None:
     assert not got[1].any()
 
 
-def test_an_input_without_gradient_costs_no_product_with_the_weight() -> None:
+def test_an_input_without_gradient_needs_no_matmul_with_the_weight() -> None:
     """The first block's input, say."""
     layers, x = layers_of(1, torch.float32), input_of(torch.float32).detach()
     out = ours(x, layers)[0]
@@ -219,7 +219,7 @@ def test_under_autocast_the_result_is_that_of_bf16_weights() -> None:
 
 
 @pytest.mark.parametrize("form", [None, INT8], ids=["plain", "int8"])
-def test_recomputed_and_compiled_the_last_layer_costs_its_thin_product_only(form: Form | None) -> None:
+def test_recomputed_and_compiled_the_last_layer_needs_only_its_low_rank_matmul(form: Form | None) -> None:
     """A block's last output is of no use to its own backward pass. In Llama's that is a quarter of the recomputation."""
     (layer,), x = layers_of(1, torch.float32, form=form), input_of(torch.float32)
 

@@ -68,7 +68,7 @@ def logits(model: Decoder, tokens: Tensor = TOKENS) -> Tensor:
 @pytest.mark.parametrize("variant", ["lora", "dora"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
-def test_an_adapted_model_starts_as_its_base_to_the_bit(
+def test_an_adapted_model_starts_bit_identical_to_its_base(
     family: str, variant: str, dtype: torch.dtype
 ) -> None:
     if variant == "dora" and dtype is torch.bfloat16:
@@ -78,7 +78,7 @@ def test_an_adapted_model_starts_as_its_base_to_the_bit(
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_switched_off_it_is_the_base_and_switched_on_again_it_is_not(family: str, variant: str) -> None:
+def test_disabled_adapters_give_the_base_and_enabled_ones_do_not(family: str, variant: str) -> None:
     model = adapted(family, variant)
     stir(model)
     with_adapter = logits(model)
@@ -126,7 +126,7 @@ def test_nothing_but_adapters_is_trained_or_gets_a_gradient() -> None:
     )
 
 
-def test_a_frozen_layer_keeps_its_input_once_and_a_rank_for_each_token() -> None:
+def test_a_frozen_layer_saves_its_input_once_and_rank_values_per_token() -> None:
     """What the forward pass keeps for the backward pass, weights aside."""
     layer = torch.nn.Linear(64, 96, bias=False)
     attach(layer, Adapter(64, 96, AdapterSpec(rank=4, alpha=8)))
@@ -188,7 +188,7 @@ def test_initial_values_are_a_function_of_seed_and_name() -> None:
     assert not torch.equal(values["blocks.1.mlp.up"], other.get_parameter("blocks.1.mlp.up.adapter.a"))
 
 
-def test_layers_of_one_input_share_their_product_and_keep_the_input_once() -> None:
+def test_layers_of_one_input_share_a_matmul_and_save_the_input_once() -> None:
     layers = [torch.nn.Linear(64, width, bias=False) for width in (96, 32, 32)]
     for layer in layers:
         attach(layer, Adapter(64, layer.out_features, AdapterSpec(rank=4, alpha=8)))

@@ -259,7 +259,7 @@ def test_linear_layers_are_listed_by_role_under_their_names(small_shape: Shape) 
     assert listed == {name for name, module in modules.items() if isinstance(module, nn.Linear)}
 
 
-def test_every_seam_is_used_and_is_the_instances_own(family_shape: Shape, text_tokens: Rows) -> None:
+def test_every_slot_is_used_and_belongs_to_its_instance(family_shape: Shape, text_tokens: Rows) -> None:
     model, other, rows = build_model(family_shape), build_model(family_shape), text_tokens(1, 8)
     calls: list[str] = []
 
@@ -304,7 +304,7 @@ def test_a_row_longer_than_the_context_is_refused(family_shape: Shape) -> None:
         (torch.tensor([True]), ("whole numbers", "bool")),
     ],
 )
-def test_bad_tokens_are_refused_with_their_place(tokens: Any, words: tuple[str, ...]) -> None:
+def test_bad_tokens_are_refused_with_their_position(tokens: Any, words: tuple[str, ...]) -> None:
     with pytest.raises(DataError) as caught:
         check_tokens(SIZES["tiny"], tokens)
     assert all(word in str(caught.value) for word in words), str(caught.value)

@@ -34,7 +34,7 @@ def test_seeds_differ_and_tensors_of_one_shape_differ() -> None:
     assert not torch.equal(ups[0], ups[1])
 
 
-def test_initializing_leaves_the_global_random_state_alone() -> None:
+def test_initialization_does_not_change_the_global_random_state() -> None:
     before = torch.get_rng_state()
     build_model(SIZES["tiny"], seed=3)
     assert torch.equal(before, torch.get_rng_state())
@@ -59,7 +59,7 @@ def test_initial_values_have_the_published_statistics(name: str) -> None:
     assert total == count_parameters(shape)
 
 
-def test_the_blocks_of_a_large_tensor_are_drawn_apart_and_always_the_same() -> None:
+def test_the_blocks_of_a_large_tensor_have_their_own_generators_and_are_reproducible() -> None:
     spec = ParameterSpec("embedding.weight", "embedding", (BLOCK // 512 * 2 + 1, 512), matmul=False)
     first, again = (initial_value(SIZES["tiny"], spec, seed=5) for _ in range(2))
     assert torch.equal(first, again)
@@ -70,7 +70,7 @@ def test_the_blocks_of_a_large_tensor_are_drawn_apart_and_always_the_same() -> N
         assert abs(block.std() / 0.02 - 1) < 5 / math.sqrt(block.numel())
 
 
-def test_a_fresh_model_knows_nothing() -> None:
+def test_the_loss_of_an_untrained_model_is_that_of_uniform_logits() -> None:
     """Its loss on shuffled labels is that of a uniform guess."""
     shape = SIZES["llama-tiny"]
     tokens = torch.arange(256)[None]

@@ -48,9 +48,7 @@ def attention_by_hand(
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 @pytest.mark.parametrize("offset", [0, 5])
 @pytest.mark.parametrize("packed", [False, True])
-def test_plain_attention_equals_a_loop_over_what_each_query_sees(
-    kv_heads: int, offset: int, packed: bool
-) -> None:
+def test_plain_attention_equals_a_loop_over_queries(kv_heads: int, offset: int, packed: bool) -> None:
     q = draw(2, 6, 9, 8)
     k, v = draw(2, kv_heads, 9 + offset, 8, seed=1), draw(2, kv_heads, 9 + offset, 8, seed=2)
     documents = None
@@ -107,7 +105,7 @@ def test_the_loss_head_sums_over_labels_that_count() -> None:
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
 
 
-def test_scaled_frequencies_keep_the_fast_slow_the_slow_and_blend_between() -> None:
+def test_rope_scaling_keeps_fast_frequencies_divides_slow_ones_and_interpolates() -> None:
     plain = inverse_frequencies(128, 500000.0, None).double()
     scaled = inverse_frequencies(128, 500000.0, SCALING).double()
     wavelengths = 2 * math.pi / plain
@@ -123,7 +121,7 @@ def test_scaled_frequencies_keep_the_fast_slow_the_slow_and_blend_between() -> N
     assert (scaled[between] / expected - 1).abs().max() < 1e-6
 
 
-def test_rotation_makes_scores_depend_on_distance_alone() -> None:
+def test_rope_makes_scores_depend_on_distance_alone() -> None:
     rotary = Rotary(16, 10000.0, None)
     q, k = draw(1, 1, 1, 16), draw(1, 1, 1, 16, seed=1)
 
@@ -137,7 +135,7 @@ def test_rotation_makes_scores_depend_on_distance_alone() -> None:
     assert abs(score(0, 0) - (q * k).sum()) < 1e-6
 
 
-def test_rotary_frequencies_stay_fp32_and_exact_through_casts_and_meta() -> None:
+def test_rope_frequencies_stay_fp32_and_exact_through_casts_and_meta() -> None:
     expected = inverse_frequencies(16, 500000.0, SCALING)
     with torch.device("meta"):
         rotary = Rotary(16, 500000.0, SCALING)

@@ -21,7 +21,7 @@ ONE = (
 )
 
 
-def test_what_is_sent_once_a_step_hides_behind_the_last_backward_pass_alone() -> None:
+def test_once_per_step_communication_overlaps_with_the_last_backward_pass_only() -> None:
     one, four = (
         spec_of(load_recipe("llama-3.2-1b", [*ONE, f"batch.total_tokens={passes * 65536}"]))
         for passes in (1, 4)
@@ -36,7 +36,7 @@ def test_what_is_sent_once_a_step_hides_behind_the_last_backward_pass_alone() ->
 
 
 @pytest.mark.parametrize("stage", ["parameters", "gradients"])
-def test_copies_of_shards_exchange_once_a_step(stage: str) -> None:
+def test_replicas_of_shards_all_reduce_once_per_step(stage: str) -> None:
     shards = [
         f'techniques=["pure_bf16", "flash_attention", "fused_adamw", {{name = "fsdp", stage = "{stage}"}}]',
         "layout.ddp=4", "layout.fsdp=8", "batch.micro=1", "batch.sequence=4096",
@@ -62,7 +62,7 @@ def test_rings_between_servers_share_the_cards_of_a_server() -> None:
     assert "1 network card a server" in " ".join(consumer.sources)
 
 
-def test_a_frozen_base_on_the_host_crosses_whole_in_both_directions_of_every_pass() -> None:
+def test_an_offloaded_frozen_base_is_copied_in_forward_and_backward_of_every_pass() -> None:
     spec = spec_of(
         load_recipe(
             "qlora",

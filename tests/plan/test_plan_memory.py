@@ -106,23 +106,21 @@ CASES = [
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize(("model", "techniques"), CASES)
-def test_what_a_forward_pass_keeps_is_predicted_within_2_per_cent(
-    model: str, techniques: tuple[str, ...]
-) -> None:
+def test_saved_activations_are_predicted_within_2_per_cent(model: str, techniques: tuple[str, ...]) -> None:
     recipe = recipe_of(model, *techniques)
     measured = kept_by_forward(recipe)
     assert planned(spec_of(recipe, "cpu")) == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize("groups", ["all", "mlp"])
-def test_what_layers_that_share_a_product_keep(groups: str) -> None:
+def test_saved_activations_of_layers_that_share_a_matmul(groups: str) -> None:
     recipe = recipe_of(
         "llama-tiny", "flash_attention", f'{{name = "fused_projections", groups = "{groups}"}}'
     )
     assert planned(spec_of(recipe, "cpu")) == pytest.approx(kept_by_forward(recipe), rel=0.001)
 
 
-def test_values_that_are_not_copied_for_each_query_head_hold_queries_and_keys_too() -> None:
+def test_values_that_are_a_view_of_qkv_hold_queries_and_keys_too() -> None:
     """Six times their own size for Llama-3.2-1B, as its tuning on an H200 showed (`results/tune-llama-3.2-1b-nearest-h200`)."""
     grouped = ["techniques=['pure_bf16', {name = 'cudnn_attention', heads = 'grouped'}]"]
     plain = spec_of(load_recipe("llama-3.2-1b", grouped))
@@ -162,7 +160,7 @@ WHOLE = '{name = "fp8", mlp = "kernel"}'
         ),
     ],
 )
-def test_what_products_of_8_bits_keep_of_their_factors(
+def test_saved_operands_of_fp8_matmuls(
     model: str, techniques: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against the same recipe without them: to a few numbers for each token."""
@@ -209,7 +207,7 @@ def test_memory_grows_with_tokens_and_falls_with_checkpointing() -> None:
     assert memory_of(full).tensors < memory_of(selective).tensors < memory_of(two).tensors
 
 
-def test_every_technique_speaks_of_terms_a_plan_knows() -> None:
+def test_every_technique_declares_terms_of_the_planner() -> None:
     for name, technique in registry().items():
         assert {effect.term for effect in technique.memory} <= set(TERMS), name
         kept = {term for effect in technique.memory for term in effect.keeps or ()}
@@ -221,7 +219,7 @@ def test_every_technique_speaks_of_terms_a_plan_knows() -> None:
 @pytest.mark.parametrize(
     "techniques", [(), ("amp_bf16", "flash_attention"), ("pure_bf16", "flash_attention")]
 )
-def test_what_goes_to_the_host_is_all_that_is_kept_as_often_as_it_is_kept(
+def test_offloaded_bytes_are_all_saved_tensors_as_often_as_they_are_saved(
     model: str, techniques: tuple[str, ...]
 ) -> None:
     """Counted in the hooks of a real block: a tensor that two operations keep is handed to them twice."""
@@ -247,7 +245,7 @@ def test_what_goes_to_the_host_is_all_that_is_kept_as_often_as_it_is_kept(
     assert offloaded_bytes(spec, 1) == pytest.approx(moved[0], rel=0.01)
 
 
-def test_a_compiled_block_that_is_computed_again_holds_its_gradients_beside_its_tensors() -> None:
+def test_a_recomputed_compiled_block_holds_gradients_and_activations() -> None:
     """As the code that torch's compiler makes for such a block shows: gate, up and product, and the gradients of all three."""
     fast = ("pure_bf16", "flash_attention", '{name = "compile", scope = "block"}')
     kept, again = (spec_of(recipe_of("llama-tiny", *names)) for names in (fast, (*fast, "checkpoint_full")))

@@ -63,7 +63,7 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     assert found.longest_sequence >= found.spec.sequence
 
 
-def test_what_ran_out_of_memory_is_not_said_to_fit() -> None:
+def test_a_recipe_that_ran_out_of_memory_is_not_predicted_to_fit() -> None:
     # From the climbs under results/: batch 32 in fp32 with all scores cannot fit 140 GiB.
     found = plan(
         spec_of(load_recipe("llama-3.2-1b", ["techniques=[]", "batch.micro=32", "batch.total_tokens=65536"])),
@@ -72,7 +72,7 @@ def test_what_ran_out_of_memory_is_not_said_to_fit() -> None:
     assert not found.fits
 
 
-def test_nothing_under_results_that_ran_out_of_memory_is_said_to_fit() -> None:
+def test_no_recipe_under_results_that_ran_out_of_memory_is_predicted_to_fit() -> None:
     found = overflows(Path("results"))
     assert {one.study for one in found} >= {"models-qlora-long-h200", "llama-3.2-1b-h200-first-climb"}
     assert [one.name for one in found if one.said_to_fit] == []
@@ -83,7 +83,7 @@ def test_nothing_under_results_that_ran_out_of_memory_is_said_to_fit() -> None:
     }
 
 
-def test_a_plan_keeps_to_the_limit_of_the_recipe() -> None:
+def test_a_plan_respects_memory_limit_gb() -> None:
     asked = ["plan", "qlora", "--machine", "h200-sxm", "--json"]
     free, held = (
         json.loads(CliRunner().invoke(app, [*asked, *more]).stdout)
@@ -98,7 +98,7 @@ def test_a_plan_keeps_to_the_limit_of_the_recipe() -> None:
     assert "more than the 150 GB of h200-sxm" in str(refused.exception)
 
 
-def test_gaps_are_as_large_as_a_wide_tensor_unless_segments_grow() -> None:
+def test_fragmentation_is_at_least_a_wide_tensor_without_expandable_segments() -> None:
     recipe = load_recipe("qlora", ["batch.micro=1", "batch.sequence=131072", "batch.total_tokens=131072"])
     fixed = memory_of(spec_of(recipe))
     grown = memory_of(spec_of(changed(recipe, {"techniques": [*recipe.techniques, "expandable_segments"]})))
@@ -107,7 +107,7 @@ def test_gaps_are_as_large_as_a_wide_tensor_unless_segments_grow() -> None:
     assert grown.parts["unfilled"] == pytest.approx(fixed.parts["unfilled"] / 10)
 
 
-def test_inputs_of_blocks_that_wait_on_the_host_count_there() -> None:
+def test_offloaded_block_inputs_count_as_host_memory() -> None:
     host = "{name = 'checkpoint_full', inputs = 'host'}"
     device, away = (
         spec_of(load_recipe("llama-3.1-8b", [f"techniques=['pure_bf16', {one}]", "batch.micro=1"]))
@@ -122,7 +122,7 @@ def test_inputs_of_blocks_that_wait_on_the_host_count_there() -> None:
     assert plan(away, replace(here, host_bytes=moved)).fits
 
 
-def test_an_8b_model_is_not_said_to_fit_one_a100_but_eight() -> None:
+def test_an_8b_model_is_predicted_to_fit_eight_a100_and_not_one() -> None:
     recipe = load_recipe("llama-3.1-8b", [*EIGHT])
     with pytest.raises(RecipeError, match="does not fit"):
         search(recipe, target_of("a100-40-sxm", 1))
@@ -163,7 +163,7 @@ def test_what_a_search_finds_can_run_there(
 
 
 @pytest.mark.slow
-def test_a_search_over_precisions_takes_half_precision_where_there_is_no_bf16() -> None:
+def test_a_search_over_precisions_takes_fp16_without_bf16_tensor_cores() -> None:
     old = search(load_recipe("llama-3.2-1b"), target_of("v100-32-sxm", 8))
     assert {one.spec.uses("amp_fp16") for one in old.best} == {True}
     new = search(load_recipe("llama-3.1-8b", [*EIGHT]), target_of("h100-sxm", 8))
@@ -180,7 +180,7 @@ def test_an_axis_that_is_not_tried_has_its_reason() -> None:
     )
 
 
-def test_parts_on_the_host_are_weighed_against_the_rest() -> None:
+def test_cpu_offload_is_compared_with_other_layouts() -> None:
     recipe = load_recipe("llama-3.1-8b", [FAST, "batch.sequence=4096", "batch.total_tokens=4194304"])
     found = search(recipe, target_of("l40s", 2))
     assert any(
@@ -191,7 +191,7 @@ def test_parts_on_the_host_are_weighed_against_the_rest() -> None:
     assert all(HOST_DOUBT * one.tokens_per_s <= top.tokens_per_s for one in hosted)
 
 
-def test_two_more_cards_are_never_worth_less_than_none() -> None:
+def test_two_more_devices_are_never_slower() -> None:
     recipe = load_recipe("llama-3.1-8b", [FAST, "batch.sequence=4096", "batch.total_tokens=4194304"])
     speeds = [search(recipe, target_of("l40s", n)).best[0].tokens_per_s for n in (2, 4, 8)]
     assert speeds[0] * 1.5 < speeds[1]
@@ -205,7 +205,7 @@ def test_a_search_is_answered_in_seconds() -> None:
     assert time.process_time() - began < 20, "7 s on a quiet slow core"
 
 
-def test_without_nvlink_the_search_turns_to_what_sends_less() -> None:
+def test_without_nvlink_the_search_chooses_less_communication() -> None:
     recipe = load_recipe("llama-3.1-8b", [*EIGHT])
     fast, slow = (
         search(recipe, target_of("a100-80-sxm", 8, link=link)).best[0] for link in ("nvlink3", "pcie4")
@@ -217,7 +217,7 @@ def test_without_nvlink_the_search_turns_to_what_sends_less() -> None:
 
 
 @pytest.mark.slow
-def test_405b_on_sixteen_thousand_h100_is_answered_with_pipelines_or_tensors() -> None:
+def test_405b_on_16384_h100_uses_pipeline_or_tensor_parallelism() -> None:
     recipe = load_recipe(
         "llama-3.1-8b",
         [FAST, "model.name=llama-3.1-405b", "batch.sequence=8192", "batch.total_tokens=16777216"],
@@ -232,7 +232,7 @@ def test_405b_on_sixteen_thousand_h100_is_answered_with_pipelines_or_tensors() -
     assert 0.15 < (top.mfu or 0) < 0.6
 
 
-def test_70b_qlora_fits_two_24_gb_cards_with_its_parts_on_the_host_and_two_48_gb_cards_without() -> None:
+def test_70b_qlora_fits_two_24_gb_cards_with_cpu_offload_and_two_48_gb_cards_without() -> None:
     recipe = load_recipe("qlora", ["model.name=llama-3.1-70b", "batch.sequence=1024", "batch.micro=1"])
     small, large = (search(recipe, target_of(card, 2)).best[0] for card in ("4090", "l40s"))
     assert small.spec.knob("fsdp", "offload", False) is True
@@ -275,7 +275,7 @@ def test_the_command_says_what_to_do_where_a_plan_does_not_fit() -> None:
     assert "does not fit" not in small.output
 
 
-def test_8_bit_products_are_not_promised_on_a_gpu_with_other_formats() -> None:
+def test_fp8_is_not_planned_on_a_gpu_with_other_fp8_formats() -> None:
     found = search(load_recipe("llama-3.1-8b"), target_of("mi300x"))
     assert not any("fp8" in one.spec.techniques for one in found.best)
     assert any(
@@ -287,7 +287,7 @@ def test_8_bit_products_are_not_promised_on_a_gpu_with_other_formats() -> None:
     assert not any(one.startswith("fp8") for one in unmet(recipe, target_of("h100-sxm")))
 
 
-def test_the_command_answers_machines() -> None:
+def test_the_command_prints_json() -> None:
     ran = CliRunner().invoke(
         app, ["plan", "llama-3.1-8b", FAST, "batch.micro=1", "layout.fsdp=8", "--machine", "h100-sxm", "--devices", "8",
               "--tokens", "1e9", "--price", "2", "--json"], catch_exceptions=False)  # fmt: skip
@@ -302,7 +302,7 @@ def test_the_command_answers_machines() -> None:
     assert found["budget"]["cost"] == pytest.approx(2 * found["budget"]["device_hours"])
 
 
-def test_the_command_draws_for_people(tmp_path: Path) -> None:
+def test_the_command_prints_tables_and_writes_a_page(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     ran = CliRunner().invoke(
         app,
@@ -341,7 +341,7 @@ def test_this_machine_is_planned_from_what_was_measured_on_it_and_refused_before
         CliRunner().invoke(app, command, catch_exceptions=False)
 
 
-def test_a_step_that_waits_for_a_host_nobody_measured_is_said_to_be_less_certain() -> None:
+def test_a_step_bound_by_an_unmeasured_host_has_a_larger_expected_error() -> None:
     short = spec_of(load_recipe("gpt2-124m", ["batch.micro=1", "batch.total_tokens=1024"]))
     long = spec_of(load_recipe("gpt2-124m", ["batch.micro=64", "batch.total_tokens=65536"]))
     unknown = target_of("h200-sxm")
@@ -363,7 +363,9 @@ def probed(target: TargetMachine, name: str) -> Machine:
 
 
 @pytest.mark.parametrize(("share", "own"), [(0.94, False), (1.08, False), (0.8, True), (1.2, True)])
-def test_a_probe_counts_where_it_is_further_off_than_cards_of_a_kind_are(share: float, own: bool) -> None:
+def test_a_probe_is_used_where_it_differs_from_the_mean_by_more_than_cards_do(
+    share: float, own: bool
+) -> None:
     usual = target_of("h200-sxm")
     matmul = {dtype: share * rate for dtype, rate in usual.matmul.items()}
     rates = {"matmul": matmul, "copy_bytes_per_s": share * usual.bytes_per_s}

@@ -67,7 +67,7 @@ def grown(spec: Spec, axis: str) -> Spec:
 
 @settings(max_examples=25, deadline=None)
 @given(specs(), st.sampled_from(["fsdp", "tp", "cp"]))
-def test_memory_falls_as_parts_grow_in_number(spec: Spec, axis: str) -> None:
+def test_memory_falls_with_the_number_of_shards(spec: Spec, axis: str) -> None:
     """From two on: the step from one to two brings buffers of its own."""
     spec = replace(spec, layout={**spec.layout, axis: max(2, spec.size(axis))})
     try:
@@ -193,7 +193,7 @@ def test_every_technique_is_planned_wherever_it_can_stand(monkeypatch: pytest.Mo
     assert len(everywhere) > len(planned) / 2, planned
 
 
-def test_techniques_speak_of_work_a_plan_knows_and_no_plan_of_techniques() -> None:
+def test_techniques_declare_known_work_terms_and_the_planner_names_no_technique() -> None:
     for name, technique in registry().items():
         assert {effect.term for effect in technique.work} <= set(WORK), name
     # The axes of a layout are the planner's own; tf32 is a dtype as well.

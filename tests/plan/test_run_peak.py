@@ -104,7 +104,7 @@ VALIDATIONS = [
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize(("model", "techniques", "more"), VALIDATIONS)
-def test_what_a_validation_takes_is_predicted_within_2_per_cent(
+def test_the_memory_of_a_validation_is_predicted_within_2_per_cent(
     model: str, techniques: tuple[str, ...], more: tuple[str, ...]
 ) -> None:
     """Where the logits decide (a wide vocabulary) and where a block does."""
@@ -117,7 +117,9 @@ def test_what_a_validation_takes_is_predicted_within_2_per_cent(
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize(("model", "techniques"), in_turn(FAMILIES, [((),), (("pure_bf16",),)]))
-def test_what_a_sample_takes_is_predicted_within_2_per_cent(model: str, techniques: tuple[str, ...]) -> None:
+def test_the_memory_of_a_sample_is_predicted_within_2_per_cent(
+    model: str, techniques: tuple[str, ...]
+) -> None:
     prompt = "word " * 20
     recipe = recipe_of(model, *techniques, more=(f'run.sample_prompt="{prompt}"', "run.sample_tokens=60"))
     run, _ = stepped(recipe)
@@ -129,14 +131,16 @@ def test_what_a_sample_takes_is_predicted_within_2_per_cent(model: str, techniqu
 
 @pytest.mark.parametrize("model", ["tiny", "llama-tiny"])
 @pytest.mark.parametrize("techniques", [(), ("pure_bf16",), ("lora",)])
-def test_the_copy_of_a_state_is_as_large_as_what_is_saved(model: str, techniques: tuple[str, ...]) -> None:
+def test_the_host_copy_of_a_checkpoint_is_as_large_as_the_saved_state(
+    model: str, techniques: tuple[str, ...]
+) -> None:
     recipe = recipe_of(model, *techniques)
     run, _ = stepped(recipe)
     tensors = [*pack_model(run.model)[0].values(), *pack_optimizer(run.model, run.optimizer)[0].values()]
     assert staged_bytes(spec_of(recipe, "cpu")) == pytest.approx(sum(one.nbytes for one in tensors), rel=0.01)
 
 
-def test_validation_goes_as_far_as_a_pass_of_training() -> None:
+def test_the_longest_validation_row_is_that_of_a_training_pass() -> None:
     """Not the micro batch that accumulation cuts: that might not fit."""
     whole, cut = (
         recipe_of("tiny", more=(WIDE,)),
@@ -151,7 +155,7 @@ def test_validation_goes_as_far_as_a_pass_of_training() -> None:
     assert taken[1] == pytest.approx(taken[0] / 4, rel=0.02)
 
 
-def test_a_captured_graph_leaves_its_memory_to_nothing_else() -> None:
+def test_the_memory_pool_of_a_captured_graph_is_not_reused() -> None:
     plain = spec_of(load_recipe("gpt2-124m-fast"))
     graph = spec_of(load_recipe("gpt2-124m-fast", ["techniques+=cuda_graph"]))
     assert run_peak_of(plain).fullest == "step"

@@ -95,7 +95,7 @@ def test_on_a_cpu_a_kernel_that_keeps_no_scores_is_not_planned_to_be_slower() ->
     assert steps[1] < steps[0]
 
 
-def test_zero_3_sends_half_as_much_again_as_zero_2() -> None:
+def test_zero_3_communicates_half_as_much_again_as_zero_2() -> None:
     three = spec("layout.fsdp=8", "batch.total_tokens=32768")
     two = spec(
         "layout.fsdp=8", "batch.total_tokens=32768", 'techniques+={name = "fsdp", stage = "gradients"}'
@@ -149,7 +149,7 @@ def test_errors_are_as_wanted_on_what_was_held_out(
         assert by_measured == sorted(named, key=lambda row: row.planned), study
 
 
-def test_recipes_measured_beside_rivals_are_findings_and_another_librarys_model_is_not(
+def test_recipes_measured_against_baselines_are_cases_and_other_libraries_are_not(
     cases: list[MeasuredCase],
 ) -> None:
     found = {case.name: case for case in cases if case.study.startswith("models-")}
@@ -279,7 +279,7 @@ def test_launching_is_learned_from_steps_that_wait_for_it_with_a_probe_and_witho
         assert found == pytest.approx(factor, rel=0.03)
 
 
-def test_a_ring_costs_more_than_its_exchange_the_more_ranks_it_has() -> None:
+def test_ring_attention_takes_more_than_its_communication_the_more_ranks_it_has() -> None:
     """What comes round is merged in fp32: bytes of every result, once for each rank but oneself."""
     flash = spec("batch.total_tokens=65536", "batch.sequence=65536")
     target = target_of("h100-sxm", 8)
@@ -331,7 +331,7 @@ def test_errors_are_as_wanted_whichever_third_is_drawn(draws: int, results: Path
     assert sum(one.reached for one in drawn) >= 0.9 * draws, [(one.median, one.p95) for one in drawn]
 
 
-def test_fine_tuning_is_planned_within_the_error_that_is_told(
+def test_fine_tuning_is_planned_within_the_documented_error(
     checked: tuple[list[ErrorRow], list[ErrorSummary]],
 ) -> None:
     """Errors as found on 16 November 2026 were up to 6 % of memory and 34 % of time (docs/plan.md)."""
@@ -350,7 +350,7 @@ def frozen(*techniques: str, base: str = "lora", rank: int = 16) -> Spec:
     return spec(f"techniques=[{listed}]")
 
 
-def test_thin_products_take_what_their_wide_sides_take_to_read_and_write() -> None:
+def test_low_rank_matmuls_are_bound_by_their_wide_operands() -> None:
     target = target_of("h200-sxm")
     seconds = [
         adapters_time(one, target, DEFAULT, weights_of(one))
@@ -367,7 +367,7 @@ def test_thin_products_take_what_their_wide_sides_take_to_read_and_write() -> No
     assert adapters_time(frozen(), faster, DEFAULT, weights_of(frozen())) == seconds[0]
 
 
-def test_codes_are_unpacked_for_each_product_and_once_more_where_blocks_are_computed_again() -> None:
+def test_weights_are_dequantized_for_each_matmul_and_again_for_recomputation() -> None:
     target, coded, again = (
         target_of("h200-sxm"),
         frozen(base="qlora"),
@@ -382,7 +382,7 @@ def test_codes_are_unpacked_for_each_product_and_once_more_where_blocks_are_comp
     assert time_of(coded, target).host > time_of(frozen(), target).host, "unpacking is the host's work too"
 
 
-def test_a_recorded_pass_adds_to_gradients_that_are_there_and_a_single_one_does_not() -> None:
+def test_a_captured_graph_accumulates_into_static_gradients_and_a_single_pass_does_not() -> None:
     techniques = ['"pure_bf16"', '"flash_attention"', '"fused_adamw"']
     plain, recorded, written = (
         spec_of(
@@ -412,7 +412,7 @@ def test_host_and_device_overlapped_take_the_longer_and_a_tenth_more_where_both_
     assert _overlapped(0.0, 0.0) == 0.0
 
 
-def test_plain_attention_is_bound_by_its_scores_and_a_kernel_by_its_arithmetic() -> None:
+def test_plain_attention_is_bound_by_its_scores_and_a_kernel_by_flops() -> None:
     target = target_of("h200-sxm")
     faster = replace(target, matmul={dtype: 2 * rate for dtype, rate in target.matmul.items()})
     plain, kernel = spec('techniques=["pure_bf16"]'), spec('techniques=["pure_bf16", "flash_attention"]')
@@ -425,7 +425,7 @@ def test_plain_attention_is_bound_by_its_scores_and_a_kernel_by_its_arithmetic()
     assert 1.2 < once_more < 1 + FORWARD
 
 
-def test_a_profile_is_stretched_to_the_steps_that_were_timed_and_only_where_the_device_decides(
+def test_a_profile_is_scaled_to_the_timed_steps_only_if_the_device_is_the_bound(
     cases: list[MeasuredCase],
 ) -> None:
     named = {f"{case.study} {case.name}": case for case in cases if case.breakdown_s}

@@ -41,7 +41,7 @@ def test_without_time_for_another_proof_one_that_was_proved_before_wins() -> Non
     assert _proved(search(base, sound, affordable=True, broken=frozenset({"near it"})), places) is before
 
 
-def test_what_is_no_better_than_the_recipe_as_it_stood_does_not_win() -> None:
+def test_a_candidate_no_better_than_the_unchanged_recipe_does_not_win() -> None:
     base, slower = candidate("unchanged", None), candidate("slower", True)
     assert _proved(search(base, {"slower"}, affordable=True), [base, slower]) is None
     broken = frozenset({"unchanged"})

@@ -31,7 +31,7 @@ class Full(Table):
 
 
 @pytest.mark.slow
-def test_techniques_that_make_room_are_put_on() -> None:
+def test_techniques_that_save_memory_are_added() -> None:
     recipe = load_recipe("llama-3.2-1b", ['techniques=["amp_bf16"]', "batch.micro=1"])
     search = search_for(recipe, Full({}, {1: 1.0}), goal=Goal("longest-sequence"))
     winner = lengthen(search)

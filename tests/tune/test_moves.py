@@ -33,20 +33,20 @@ def llama() -> Recipe:
     return load_recipe("llama-3.2-1b")
 
 
-def test_a_technique_takes_out_what_cannot_stand_beside_it(llama: Recipe) -> None:
+def test_a_technique_removes_those_it_conflicts_with(llama: Recipe) -> None:
     move = made(llama, "cudnn_attention")
     assert isinstance(move, Move)
     assert names(move.recipe) == {"pure_bf16", "cudnn_attention", "fused_update", "compile"}
 
 
-def test_what_loses_its_ground_goes_with_it(llama: Recipe) -> None:
+def test_a_technique_whose_requirement_is_lost_is_removed_too(llama: Recipe) -> None:
     chance = load_recipe("llama-3.2-1b-fast")
     move = made(chance, "amp_bf16")
     assert isinstance(move, Move)
     assert "fused_update" not in names(move.recipe), "stochastic rounding of what is no longer rounded"
 
 
-def test_weights_in_bf16_come_with_an_update_that_rounds_by_chance() -> None:
+def test_pure_bf16_comes_with_stochastic_rounding() -> None:
     recipe = load_recipe("llama-3.2-1b", ['techniques=["amp_bf16","fused_adamw"]'])
     move = made(recipe, "pure_bf16 with fused_update(stochastic_rounding=True, state=bfloat16)")
     assert isinstance(move, Move)

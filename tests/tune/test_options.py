@@ -72,7 +72,7 @@ def test_what_only_saves_memory_is_tried_last_unless_memory_is_the_goal() -> Non
     assert not any(o.turn is TrialTurn.LAST for o in options_of(tiny(goal=Goal("memory"))).values())
 
 
-def test_claims_about_memory_are_told_from_claims_about_traffic() -> None:
+def test_claims_of_memory_are_distinguished_from_claims_of_traffic() -> None:
     about = {name for name, technique in registry().items() if technique.claim.of_memory}
     assert about >= {"adam8bit", "chunked_loss", "fused_loss", "pure_bf16", "offload_activations"}
     assert not about & {"fused_update", "fused_rope", "flash_attention", "compile", "checkpoint_full"}

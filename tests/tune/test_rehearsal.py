@@ -112,7 +112,7 @@ def test_other_days_and_shorter_budgets_reach_it_too(
     assert found.record["spent_s"] <= 60 * minutes
 
 
-def test_eight_bits_that_learn_something_else_leave_time_for_the_rest(tmp_path: Path) -> None:
+def test_fp8_without_parity_leaves_time_for_the_rest(tmp_path: Path) -> None:
     found = rehearsed(tmp_path, "llama-3.2-1b", learns_else=lambda r: rounds_by_rule(r) or "fp8" in names(r))
     assert "fp8" not in names(found.winner)
     assert found.record["winner"] is not None
@@ -120,7 +120,7 @@ def test_eight_bits_that_learn_something_else_leave_time_for_the_rest(tmp_path: 
     assert of_fast(found) >= 0.99
 
 
-def test_a_head_in_8_bits_that_falls_behind_after_a_hundred_steps_does_not_win(tmp_path: Path) -> None:
+def test_an_fp8_lm_head_that_falls_behind_after_a_hundred_steps_does_not_win(tmp_path: Path) -> None:
     """As seen on an H200: equal over 100 steps, half a nat behind after 200."""
 
     def behind(recipe: Recipe) -> bool:
@@ -135,7 +135,9 @@ def test_a_head_in_8_bits_that_falls_behind_after_a_hundred_steps_does_not_win(t
 
 
 @pytest.mark.parametrize("culprit", ["fused_projections", "compile"])
-def test_what_makes_the_winner_unusable_is_taken_out_and_the_rest_wins(culprit: str, tmp_path: Path) -> None:
+def test_techniques_that_make_the_winner_unusable_are_removed_and_the_rest_wins(
+    culprit: str, tmp_path: Path
+) -> None:
     """As seen on an H200: the fastest recipe died at its first validation."""
     done = rehearsed(tmp_path, "llama-3.2-1b", breaks=frozenset({culprit}))
     passed = [row for row in done.record["candidates"] if row["state"] == "unusable"]
@@ -190,7 +192,7 @@ def test_memory_that_runs_out_costs_a_smaller_micro_batch_and_nothing_else(tmp_p
 
 
 @pytest.mark.slow
-def test_what_leaves_no_trace_is_taken_out_and_the_rest_leads(tmp_path: Path) -> None:
+def test_a_technique_without_effect_is_removed_and_the_rest_leads(tmp_path: Path) -> None:
     found = rehearsed(tmp_path, "gpt2-124m", idle=frozenset({"gc_control", "pin_memory"}))
     assert not names(found.winner) & {"gc_control", "pin_memory"}
     assert of_fast(found) >= 0.99

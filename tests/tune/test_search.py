@@ -120,7 +120,7 @@ def test_what_cannot_fit_or_pay_is_pruned_with_the_reason(llama: Search) -> None
     assert not any(event.candidate in reasons for event in llama.events)
 
 
-def test_a_recipe_that_cannot_fit_is_not_tried_as_it_stands() -> None:
+def test_a_recipe_that_cannot_fit_is_not_tried_unchanged() -> None:
     search = search_for(load_recipe("llama-3.2-1b", ["batch.micro=64"]), h200())
     search.begin()
     assert search.candidates[0].state == "pruned"
@@ -139,7 +139,7 @@ def test_a_short_budget_still_leaves_time_for_the_proof() -> None:
 
 
 @pytest.mark.slow
-def test_only_what_is_allowed_is_put_on() -> None:
+def test_only_allowed_parity_classes_are_added() -> None:
     rounding = frozenset({Parity.EXACT, Parity.CLOSE})
     search = done(load_recipe("llama-3.2-1b", ["techniques=[]"]), h200(), allowed=rounding)
     assert search.winner is not None
@@ -162,7 +162,7 @@ def test_tokens_of_a_step_stay_what_the_recipe_says(llama: Search) -> None:
     assert len({c.recipe.batch.micro for c in llama.candidates if c.recipe is not None}) > 1
 
 
-def test_what_has_no_effect_is_taken_out_of_the_winner() -> None:
+def test_techniques_without_effect_are_removed_from_the_winner() -> None:
     table = h200(idle=("cudnn_attention", "cudnn_attention(heads=grouped)"))
     search = done(load_recipe("llama-3.2-1b"), table)
     assert any(c.state == "no effect" for c in search.candidates)

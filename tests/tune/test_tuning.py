@@ -151,7 +151,7 @@ def test_wrong_arguments_are_named_before_anything_starts(
 
 
 @pytest.mark.parametrize("load", [0.9, 3.0])
-def test_a_crowded_machine_is_told_of(
+def test_a_busy_machine_is_reported(
     load: float,
     small_recipe: Path,
     tmp_path: Path,
@@ -193,7 +193,7 @@ def _start(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_half_way_it_goes_on_and_its_recipe_trains(small_recipe: Path, tmp_path: Path) -> None:
+def test_a_killed_search_resumes_and_its_recipe_trains(small_recipe: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     process = _start(small_recipe, folder, "120s", "--json")
     until = time.monotonic() + 240
@@ -259,7 +259,7 @@ def test_an_interrupt_leaves_no_process(small_recipe: Path, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_longest_sequence_is_as_long_as_the_model_reads(small_recipe: Path, tmp_path: Path) -> None:
+def test_the_longest_sequence_is_at_most_the_models_context(small_recipe: Path, tmp_path: Path) -> None:
     record = tune(request(small_recipe, 240.0, objective="longest-sequence"), tmp_path / "out")
     assert record["winner"] is not None
     found = load_recipe(str(tmp_path / "out" / "recipe.toml"))
