@@ -72,10 +72,11 @@ def test_a_rung_that_fails_outside_its_steps_is_unusable_and_the_verdict_names_w
     assert {file.name: file.read_bytes() for file in out.glob("trials/*.json")} == before
 
 
+@pytest.mark.slow
 def test_a_fast_rung_that_cannot_validate_is_not_recommended_and_the_one_below_is(
     ladder_file: LadderFile, tmp_path: Path
 ) -> None:
-    base = 'techniques = [{name = "steady", step_us = 30000}]'
+    base = 'techniques = [{name = "steady", step_us = 60000}]'
     rungs = ['{"batch.micro" = 4}', _breaks("validate", ', "batch.micro" = 8')]
     path, out = ladder_file(rungs, base), tmp_path / "out"
     record = climb(load_ladder(str(path)), out, extra_techniques=[STEADY, BREAKS])

@@ -43,6 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @linux
+@pytest.mark.slow  # its parts follow below, and the next test has a limit of memory in a whole run
 def test_a_validation_that_does_not_fit_runs_in_pieces_to_the_same_loss(tmp_path: Path, cache: Path) -> None:
     """Steps of 8 short answers take some 100 MB, validation of 8 long ones 1.2 GB, of one 150 MB, what torch loads 200."""
     path = tmp_path / "long.toml"
