@@ -50,15 +50,15 @@ def inspect(
 
       rush data inspect sft-tiny data.source=files 'data.files=["talks.jsonl"]' data.too_long=drop --html talks.html
     """
-    from rush.data.conversations.documents_page import document_page
     from rush.data.conversations.inspect_documents import document_examples, document_statistics
     from rush.files import write_atomic
+    from rush.report.documents import documents_page
 
     folder = _prepared(target, overrides or [])
     found = document_statistics(folder)
     shown = document_examples(folder, split, examples, at) if examples or at is not None else []
     if html is not None:
-        write_atomic(html, document_page(found, shown))
+        write_atomic(html, documents_page(found, shown))
     if json:
         print_json(found | {"examples": shown})
         return

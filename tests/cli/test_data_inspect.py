@@ -19,6 +19,7 @@ import pytest
 from rush.cli import main
 from rush.data import Tokenizer, train_bpe
 from rush.data.conversations import DocumentSet
+from rush.report.documents import documents_page
 from tests import real_text
 
 RECIPE = """
@@ -131,7 +132,8 @@ class Page(HTMLParser):
         if tag == "mark":
             self.inside = True
             self.marked.append("")
-        self.elsewhere += [value or "" for name, value in attrs if name in ("src", "href")]
+        given = [value or "" for name, value in attrs if name in ("src", "href")]
+        self.elsewhere += [value for value in given if not value.startswith("#")]
 
     def handle_endtag(self, tag: str) -> None:
         self.inside = self.inside and tag != "mark"
@@ -163,6 +165,30 @@ def test_the_page_marks_the_targets_and_needs_nothing_else(
     parsed.feed(page.read_text())
     assert parsed.elsewhere == []
     assert parsed.marked[1] == "<script>alert(1)</script> & so<|endoftext|>"  # [0] explains the colour
+
+
+def test_no_text_of_a_prepared_folder_is_run_as_a_script(
+    world: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = call(capfd, "inspect", world / "recipe.toml", "--json", "--at", "0")
+    found = json.loads(out)
+    hostile = "<script>alert(1)</script>"
+
+    def infected(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: infected(each) for name, each in value.items()}
+        return (
+            [infected(each) for each in value]
+            if isinstance(value, list)
+            else hostile
+            if isinstance(value, str)
+            else value
+        )
+
+    page = documents_page(infected(found), infected(found["examples"]))
+    assert page.count("alert(1)") >= 5
+    assert "<script>alert" not in page
+    assert "Content-Security-Policy" in page
 
 
 def test_control_characters_of_the_data_are_shown_and_not_obeyed(
