@@ -1,10 +1,8 @@
-"""How fast this machine really is: measured matmul rates and bandwidths, kept in a small cache.
+"""Ceilings: measured matmul rates and bandwidths of this machine, cached.
 
-A datasheet peak is a promise; the ceiling is what a plain large matmul reaches here, with this power limit,
-this library and this torch. "% of ceiling" says how much of the reachable a run uses, and works on any
-device. It is no bound in the strict sense: a better tuned kernel may pass it by a little. A measurement
-takes seconds, so it is kept as JSON per machine fingerprint, with the time it was made: the reader sees
-its age and can ask for a new one. A dtype is measured when it is first asked for.
+A ceiling is the rate of a plain large matmul on this machine, with its power limit, libraries and torch, where a datasheet has
+a peak. "% of ceiling" works on any device. It is not a strict bound: a better tuned kernel may exceed it slightly. Ceilings are
+cached as JSON per machine fingerprint, with their time; a dtype is measured on first use.
 """
 
 from __future__ import annotations
@@ -29,41 +27,41 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured rates: FLOP/s per dtype and bytes/s per kind of transfer of one device, and between devices."""
+    """Measured rates: FLOP/s by dtype, bytes/s by transfer, and collectives between devices."""
 
     fingerprint: str
     measured_at: float
-    """Seconds since 1970; of the oldest part, where parts were added later."""
+    """Unix time of the oldest part."""
     matmul: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
     bandwidth: Mapping[str, Sample] = field(default_factory=dict)
     unsupported: Mapping[str, str] = field(default_factory=dict)
-    """Dtypes this device cannot multiply, with the reason."""
+    """Dtypes without matmul on this device, with the reason."""
     collectives: tuple[Collective, ...] = ()
     launching: Sample | None = None
-    """Operators that the host called, and the seconds of that."""
+    """Operator calls of the host, and their seconds."""
     load: float | None = None
-    """Load average per usable core before measuring: near 1, others were computing and rates may be low."""
+    """Load per usable core before measuring; near 1, other processes ran and rates may be low."""
 
     def matmul_rate(self, dtype: str) -> float | None:
-        """The best median over the shapes, None when the dtype was not measured or is unsupported."""
+        """The best median over the shapes; None if the dtype was not measured or is unsupported."""
         samples = self.matmul.get(dtype)
         return max(sample.rate for sample in samples) if samples else None
 
     def bytes_per_s(self, transfer: str) -> float | None:
-        """`copy` counts reading and writing; the others are one-way between host and device."""
+        """`copy` counts reads and writes; the others are one-way between host and device."""
         sample = self.bandwidth.get(transfer)
         return sample.rate if sample else None
 
     @property
     def launch_s(self) -> float | None:
-        """What the host needs to call one operator of an eager model, forward or backward."""
+        """Host time per operator call of an eager model."""
         return 1 / self.launching.rate if self.launching else None
 
     def age_s(self) -> float:
         return max(0.0, time.time() - self.measured_at)
 
     def rates(self) -> dict[str, Any]:
-        """The rates without their samples, as plain JSON values: what other records embed."""
+        """The rates without samples, as JSON values for other records."""
         return {
             "matmul": {dtype: self.matmul_rate(dtype) for dtype in self.matmul},
             "copy_bytes_per_s": self.bytes_per_s("copy"),
@@ -89,7 +87,7 @@ class Ceilings:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Ceilings:
-        """The inverse of `to_dict`; ValueError when it is something else."""
+        """The inverse of `to_dict`; ValueError for another version."""
         if data.get("version") != FORMAT_VERSION:
             raise ValueError(f"version {data.get('version')!r}")
         return Ceilings(
@@ -119,12 +117,11 @@ def ceilings(
     on_problem: Callable[[str], None] = lambda problem: None,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Ceilings:
-    """The ceilings of this machine for these dtypes (all, if not said), from the cache or measured now.
+    """The ceilings of this machine for these dtypes (default: all), from the cache or measured now.
 
-    `bandwidth` asks for what memory and the host's launches take, too. `collectives` is between how many processes
-    to time collective operations, one per GPU where there are GPUs; without it that is left out. The cache is a
-    convenience: when it cannot be read or written, `on_problem` hears why, and the rates are measured all the same.
-    `on_progress` hears what is being measured, how many parts are done, and of how many.
+    `bandwidth`: also memory bandwidth and launches. `collectives`: the number of processes to time collectives between, one per
+    GPU; None: no collectives. If the cache cannot be read or written, `on_problem` is called with the reason, and the rates are
+    measured. `on_progress` is called with what is measured, the number of parts done, and their total.
     """
     path, identity = _cache_entry(machine, folder)
     known = None if refresh else _read(path, identity, on_problem)
@@ -148,7 +145,7 @@ def _missing(
     bandwidth: bool,
     collectives: int | None,
 ) -> list[Part]:
-    """What was asked for and is not known yet: its name, and how to add it."""
+    """The parts that are not known yet: name, and function that adds it."""
     from rush.hardware import measure
     from rush.hardware.collectives import measure_collectives
     from rush.hardware.launch_rate import launching
@@ -184,13 +181,13 @@ def _missing(
 
 
 def known_ceilings(machine: Machine, folder: Path | None = None) -> Ceilings | None:
-    """What was measured on this machine before, without measuring anything; None where there is nothing."""
+    """The cached ceilings of this machine; None without any."""
     path, identity = _cache_entry(machine, folder)
     return _read(path, identity, lambda problem: None)
 
 
 def measured_matmul_rate(machine: Machine, dtype: str) -> float:
-    """FLOP/s of a large matmul in `dtype` on this machine (cached); MachineError where it cannot do that."""
+    """FLOP/s of a large matmul in `dtype` on this machine (cached); MachineError if unsupported."""
     found = ceilings(machine, (dtype,), bandwidth=False)
     rate = found.matmul_rate(dtype)
     if rate is None:
@@ -201,12 +198,12 @@ def measured_matmul_rate(machine: Machine, dtype: str) -> float:
 
 
 def _cache_entry(machine: Machine, folder: Path | None) -> tuple[Path, str]:
-    """The file of this machine's ceilings, and what they must say they are of."""
+    """The cache file of this machine, and the fingerprint that it must have."""
     identity = machine.fingerprint()
     if machine.device == "cpu":
         from rush.hardware.measure import num_threads
 
-        # A CPU is as fast as the threads torch may use; that is a setting of the process, not of the machine.
+        # The number of torch threads decides a CPU's rate, and is a setting of the process.
         identity += f"-{num_threads()}"
     return (folder or cache_folder()) / f"ceilings-{machine.device}-{identity}.json", identity
 

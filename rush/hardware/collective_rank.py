@@ -1,8 +1,7 @@
-"""One of the processes that time collective operations together; started by `collectives`.
+"""One rank of the processes that time collectives; started by `collectives`.
 
-All ranks must do the same in the same order, or they deadlock: so every decision (how
-often to repeat, when to stop) is made from numbers that all ranks have agreed on. A repeat begins at a
-barrier and takes as long as its slowest rank. The results are checked before anything is timed.
+All ranks must call the same collectives in the same order, or they deadlock: every decision (repeats, when to stop) is made from
+values that all ranks share. A repeat starts at a barrier and counts with its slowest rank. Results are checked before timing.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from rush.files import write_json_atomic
 
 SIZES = {"gloo": (2**16, 2**20, 2**24), "nccl": (2**20, 2**25, 2**28)}
 SPECTRUM = {"gloo": tuple(2**k for k in range(10, 25, 2)), "nccl": tuple(2**k for k in range(10, 31, 2))}
-"""From messages that only cost their latency to those that fill a link."""
+"""From messages bound by latency to those bound by bandwidth."""
 Row = tuple[str, float, list[float]]
 
 
 def main(words: list[str]) -> None:
-    """Be one rank: its folder, its number, the number of ranks, the backend, and the seconds to spend."""
+    """Run one rank. Arguments: folder, rank, number of ranks, backend, budget in seconds."""
     folder, rank, ranks, backend, budget_s = (
         Path(words[0]), int(words[1]), int(words[2]), words[3], float(words[4])
     )  # fmt: skip
@@ -70,7 +69,7 @@ Case = tuple[Callable[[], object], Callable[[], object], float]
 def spectrum(
     rank: int, ranks: int, device: torch.device, backend: str, budget_s: float
 ) -> dict[str, list[Row]]:
-    """Every operation that layouts use, over message sizes, between ranks that have met already."""
+    """All collectives that layouts use, over message sizes, in an initialized process group."""
     verify(rank, ranks, device)
     case_s = budget_s / (len(OPERATIONS) * len(SPECTRUM[backend]))
     return {
@@ -82,7 +81,7 @@ def spectrum(
 def reduce_case(size_bytes: int, ranks: int, source: Tensor) -> Case:
     """(setup before each repeat, the collective, bytes of the full buffer)."""
     buffer = source[: size_bytes // source.itemsize].clone()
-    # Restored each time, because sums of sums would soon be infinite.
+    # Restored each time: repeated sums would overflow.
     return (
         lambda: buffer.copy_(source[: buffer.numel()]),
         lambda: dist.all_reduce(buffer),
@@ -107,7 +106,7 @@ def scatter_case(size_bytes: int, ranks: int, source: Tensor) -> Case:
 
 
 def send_case(size_bytes: int, ranks: int, source: Tensor) -> Case:
-    """Every rank sends to the next and receives from the one before, all at once, as stages of a pipeline do."""
+    """Every rank sends to the next and receives from the previous one, as pipeline stages do."""
     mine = source[: size_bytes // source.itemsize].clone()
     got, rank = torch.empty_like(mine), dist.get_rank()
 
@@ -142,7 +141,7 @@ def measure(
     source = torch.randn(max(sizes) // 4, device=device, generator=generator)
     rows: list[Row] = []
     for size_bytes in sizes:
-        # At the pace of the last size, would three repeats take far longer than their share?
+        # At the rate of the last size, would three repeats exceed the budget of a case?
         if rows and 3 * min(rows[-1][2]) * size_bytes / rows[-1][1] > 4 * case_s:
             break
         before, collective, amount = make(size_bytes, ranks, source)

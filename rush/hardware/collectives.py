@@ -1,10 +1,7 @@
-"""Bandwidth of collectives, measured between real processes.
+"""Bandwidth of collectives, measured between processes.
 
-Distributed training is arithmetic plus collectives: data parallelism sums gradients (all-reduce),
-sharding fetches weights (all-gather). What counts is the rate between processes as they will run, one per
-device, over NCCL on GPUs; among processes of one CPU (gloo over the loopback) it mostly says that the
-machinery works. This file starts the ranks, waits, and leaves none of them behind, whatever happens; what a
-rank does is in `collective_rank`.
+One process per device, over NCCL on GPUs; between processes of one CPU (gloo over loopback) it mostly shows that collectives
+work. This module starts the ranks, waits, and ends all of them in any case; a rank is in `collective_rank`.
 """
 
 from __future__ import annotations
@@ -22,11 +19,10 @@ from rush.hardware.machine import Machine
 from rush.hardware.samples import Collective, Sample
 
 START_LIMIT_S = 120.0
-"""Importing torch and meeting the other ranks may take this long on a busy machine."""
+"""Limit for importing torch and the rendezvous on a busy machine."""
 
 
-# A rank finds its modules where this process found them, and leaves when this process is gone: a killed
-# parent cannot stop anyone, but what it held open for its children closes with it.
+# A rank has the sys.path of this process, and exits with it: the stdin pipe closes when the parent dies.
 _CHILD = """
 import json, os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
@@ -37,7 +33,7 @@ main(sys.argv[1:])
 
 
 def measure_collectives(machine: Machine, ranks: int, *, budget_s: float = 4.0) -> tuple[Collective, ...]:
-    """Timings of collective operations between `ranks` new processes, in about `budget_s` after their start."""
+    """Time collectives between `ranks` new processes, in about `budget_s` after their start."""
     check_ranks(machine, ranks)
     backend = "nccl" if machine.device == "cuda" else "gloo"
     with tempfile.TemporaryDirectory(prefix="rush-collectives-") as name:
@@ -66,7 +62,7 @@ def measure_collectives(machine: Machine, ranks: int, *, budget_s: float = 4.0) 
 
 
 def check_ranks(machine: Machine, ranks: int) -> None:
-    """Refuse a number of processes that would measure nothing, or only the waiting for each other."""
+    """Refuse a number of processes that cannot be measured here."""
     if ranks < 2:
         raise RecipeError(f"Collectives between {ranks} processes were asked for; it takes at least 2.")
     if machine.device == "mps":
@@ -86,7 +82,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, machine.cpu.num_threads // ranks))}
     if backend == "gloo":
-        # All ranks are here; a host name that resolves to nowhere must not matter.
+        # All ranks are local; the host name need not resolve.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     command = [sys.executable, "-P", "-c", _CHILD, json.dumps(sys.path)]
     with open(folder / f"rank-{rank}.log", "wb") as log:
@@ -100,12 +96,12 @@ def _start(
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, deadline: float) -> None:
-    """Return when all ranks have ended well; a MachineError as soon as one has not, or when it takes too long."""
+    """Wait for all ranks; MachineError as soon as one fails, or at the deadline."""
     while any(process.poll() is None for process in processes):
         if time.monotonic() > deadline:
             raise MachineError(
                 f"Measuring collectives between {len(processes)} processes did not end in time. "
-                "Look whether other programs fill this machine, or leave the collectives out."
+                "Check for other processes on this machine, or leave the collectives out."
             )
         if any(process.poll() for process in processes):
             break

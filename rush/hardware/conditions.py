@@ -1,8 +1,7 @@
-"""The conditions a number was measured under: clocks, temperature, throttling, and who else was there.
+"""Conditions of a measurement: clocks, temperature, throttling, other processes.
 
-The same code on the same card is slower when the card is hot, capped in power, or shared, and the number
-alone does not tell. So whoever measures notes the conditions beside it, best in the middle of the work: an
-idle card runs at idle clocks. What cannot be learned is None, never a guess.
+The same code is slower on a card that is hot, power-capped or shared. So conditions are recorded with every measurement, while
+it runs: an idle card has idle clocks. Unknown values are None.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from rush.hardware import nvml
 from rush.hardware.machine import Machine
 
-# Why the driver holds clocks down, by bit. Being idle (bit 0) and chosen clocks (bit 1) are no throttling.
+# NVML's clock event reasons, by bit. Idle (bit 0) and application clocks (bit 1) are not throttling.
 _REASONS = {
     0x04: "power cap",
     0x08: "hardware slowdown",
@@ -31,7 +30,7 @@ class Conditions:
     temperature_c: int | None = None
     throttle: tuple[str, ...] = ()
     foreign_processes: int | None = None
-    """Other processes that compute on the same GPU; not known for a CPU, whose load says it."""
+    """Other compute processes on the same GPU; None on a CPU."""
     load: float | None = None
     """Load average of the last minute per usable core."""
 
@@ -40,7 +39,7 @@ class Conditions:
 
 
 def conditions(machine: Machine, index: int = 0, own: Collection[int] = ()) -> Conditions:
-    """The conditions on this machine's device `index` now. `own` are processes that are ours besides this one."""
+    """The current conditions of device `index`. `own` are other processes of this run."""
     load = load_per_core(machine)
     if machine.device != "cuda":
         return Conditions(load=load)
@@ -57,16 +56,16 @@ def conditions(machine: Machine, index: int = 0, own: Collection[int] = ()) -> C
 def read_gpu(
     library: Any, uuid: str, own: Collection[int], computing: bool, load: float | None
 ) -> Conditions:
-    """The conditions of one GPU through an initialized binding; `computing`: this process is on it too."""
+    """The conditions of one GPU by NVML; `computing`: this process uses it too."""
     handle = library.nvmlDeviceGetHandleByUUID(uuid)
-    # The driver renamed throttle reasons to event reasons; both bindings are about.
+    # NVML renamed throttle reasons to event reasons; both bindings are in use.
     reasons = getattr(library, "nvmlDeviceGetCurrentClocksEventReasons", None) or (
         library.nvmlDeviceGetCurrentClocksThrottleReasons
     )
     bits = reasons(handle)
     there = {process.pid for process in library.nvmlDeviceGetComputeRunningProcesses(handle)}
     foreign = there - set(own)
-    # In a container the driver may know us under another number: then one of the unknown processes is this one.
+    # In a container the driver may see another pid: then one of the unknown processes is this one.
     ourselves = computing and bool(foreign) and not there & set(own)
     return Conditions(
         clock_mhz=library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM),
@@ -82,7 +81,7 @@ def load_per_core(machine: Machine) -> float | None:
 
 
 def load_now(machine: Machine, seconds: float = 0.3) -> float:
-    """Cores that other programs keep at work just now, per usable core. The load average would still count what ended a minute ago."""
+    """Current CPU load per usable core; the load average would count processes that ended a minute ago."""
     import psutil  # type: ignore[import-untyped]
 
     busy = psutil.cpu_percent(interval=seconds) / 100 * psutil.cpu_count()

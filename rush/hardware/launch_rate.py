@@ -1,10 +1,8 @@
-"""How fast a host starts operations: what a step takes at least, however fast the device beside it is.
+"""Launch rate: how many operator calls per second the host can make.
 
-Eager PyTorch starts one operation after another: Python calls a module, the module an operator, autograd notes it, the
-backend launches a kernel; and all of it once more, backward. That is the processor's work, tens of microseconds for each
-operation, and where kernels are shorter the device waits. Measured here as in a model: layers of torch's own
-transformer, forward and backward, so small that nothing else takes time. Views count like all operators: they launch
-nothing, but on the host they cost about as much.
+Each eager operator takes tens of microseconds of host time (module, dispatcher, autograd, kernel launch), forward and backward;
+where kernels are shorter, the device waits. Measured with torch's own transformer layers, forward and backward, too small to
+take other time. Views count as operators: they launch no kernel, but take about as much host time.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ REPEATS = 30
 
 
 def launching(device: str, *, budget_s: float = 1.0) -> Sample:
-    """Timings of launching a small model's operations: their number, and the seconds of each pass over them."""
+    """The number of operator calls of a small model's pass, and the seconds of each pass."""
     layer = nn.TransformerEncoderLayer(
         WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True, device="meta"
     )

@@ -1,10 +1,8 @@
-"""How accelerators reach each other in their usual servers, and what they draw: what a plan assumes of machines not at hand.
+"""Links, network and power of accelerators in their usual servers, which plans for other machines assume.
 
-Rates are one-way bytes per second of one accelerator: datasheets like to add both directions, so their figure is
-halved here. A collective between accelerators of one server moves at its link's rate, between servers at the
-rate of the server's network cards: one for each accelerator in servers made for clusters, a single one where cards are put
-into an ordinary server. `SERVERS` says what an accelerator usually sits in; `--link`, `--network` and `--network-cards` of
-`rush plan` replace it.
+Rates are one-way bytes per second of one accelerator; datasheets add both directions, so their figure is halved. A collective
+within a server runs at the link's rate, between servers at the rate of the network cards: one per accelerator in servers for
+clusters, one in total in ordinary servers. `--link`, `--network` and `--network-cards` of `rush plan` override `SERVERS`.
 """
 
 from __future__ import annotations
@@ -25,16 +23,16 @@ class LinkKind:
 
 @dataclass(frozen=True)
 class Server:
-    """What an accelerator usually sits in."""
+    """The usual server of an accelerator."""
 
     devices: int
     link: str
     network: str
     watts: float
-    source: str
-    """Of the power figure: the board's limit, not what a run draws."""
+    source: str = "the accelerator's datasheet"
+    """Source of the power: the board's limit, not a run's draw."""
     cards: int | None = None
-    """Network cards of the server; None: one for each accelerator, as in servers made for clusters."""
+    """Network cards of the server; None: one per accelerator, as in servers for clusters."""
 
 
 def _link(key: str, gb_per_s: float, what: str, source: str) -> LinkKind:
@@ -70,42 +68,31 @@ LINKS: Mapping[str, LinkKind] = {
 }  # fmt: skip
 
 
-def _server(
-    devices: int,
-    link: str,
-    network: str,
-    watts: float,
-    source: str = "the accelerator's datasheet",
-    cards: int | None = None,
-) -> Server:
-    return Server(devices, link, network, watts, source, cards)
-
-
 SERVERS: Mapping[str, Server] = {
-    "t4": _server(4, "pcie3", "ethernet-25", 70, cards=1),
-    "v100-16-sxm": _server(8, "nvlink2", "ib-edr", 300),
-    "v100-32-sxm": _server(8, "nvlink2", "ib-edr", 300),
-    "v100-16-pcie": _server(4, "pcie3", "ethernet-25", 250, cards=1),
-    "v100-32-pcie": _server(4, "pcie3", "ethernet-25", 250, cards=1),
-    "v100s-pcie": _server(4, "pcie3", "ethernet-25", 250, cards=1),
-    "3090": _server(8, "pcie4", "ethernet-10", 350, cards=1),
-    "4090": _server(8, "pcie4", "ethernet-10", 450, cards=1),
-    "5090": _server(8, "pcie5", "ethernet-10", 575, cards=1),
-    "l40s": _server(8, "pcie4", "ethernet-100", 350, cards=1),
-    "a100-40-sxm": _server(8, "nvlink3", "ib-hdr", 400),
-    "a100-80-sxm": _server(8, "nvlink3", "ib-hdr", 400),
-    "a100-40-pcie": _server(8, "pcie4", "ethernet-100", 250, cards=1),
-    "a100-80-pcie": _server(8, "pcie4", "ethernet-100", 300, cards=1),
-    "a800-80-sxm": _server(8, "nvlink3-a800", "ib-hdr", 400),
-    "a800-80-pcie": _server(8, "pcie4", "ethernet-100", 300, cards=1),
-    "a800-40-active": _server(4, "pcie4", "ethernet-25", 240, cards=1),
-    "h100-pcie": _server(8, "pcie5", "ib-ndr", 350),
-    "h100-sxm": _server(8, "nvlink4", "ib-ndr", 700),
-    "h100-nvl": _server(8, "pcie5", "ib-ndr", 400),
-    "h200-sxm": _server(8, "nvlink4", "ib-ndr", 700),
-    "h200-nvl": _server(8, "pcie5", "ib-ndr", 600),
-    "b200": _server(8, "nvlink5", "ib-ndr", 1000),
-    "mi300x": _server(8, "infinity4", "ib-ndr", 750),
-    "cpu": _server(1, "memory", "ethernet-10", 200, "a server's processor, an assumption", cards=1),
+    "t4": Server(4, "pcie3", "ethernet-25", 70, cards=1),
+    "v100-16-sxm": Server(8, "nvlink2", "ib-edr", 300),
+    "v100-32-sxm": Server(8, "nvlink2", "ib-edr", 300),
+    "v100-16-pcie": Server(4, "pcie3", "ethernet-25", 250, cards=1),
+    "v100-32-pcie": Server(4, "pcie3", "ethernet-25", 250, cards=1),
+    "v100s-pcie": Server(4, "pcie3", "ethernet-25", 250, cards=1),
+    "3090": Server(8, "pcie4", "ethernet-10", 350, cards=1),
+    "4090": Server(8, "pcie4", "ethernet-10", 450, cards=1),
+    "5090": Server(8, "pcie5", "ethernet-10", 575, cards=1),
+    "l40s": Server(8, "pcie4", "ethernet-100", 350, cards=1),
+    "a100-40-sxm": Server(8, "nvlink3", "ib-hdr", 400),
+    "a100-80-sxm": Server(8, "nvlink3", "ib-hdr", 400),
+    "a100-40-pcie": Server(8, "pcie4", "ethernet-100", 250, cards=1),
+    "a100-80-pcie": Server(8, "pcie4", "ethernet-100", 300, cards=1),
+    "a800-80-sxm": Server(8, "nvlink3-a800", "ib-hdr", 400),
+    "a800-80-pcie": Server(8, "pcie4", "ethernet-100", 300, cards=1),
+    "a800-40-active": Server(4, "pcie4", "ethernet-25", 240, cards=1),
+    "h100-pcie": Server(8, "pcie5", "ib-ndr", 350),
+    "h100-sxm": Server(8, "nvlink4", "ib-ndr", 700),
+    "h100-nvl": Server(8, "pcie5", "ib-ndr", 400),
+    "h200-sxm": Server(8, "nvlink4", "ib-ndr", 700),
+    "h200-nvl": Server(8, "pcie5", "ib-ndr", 600),
+    "b200": Server(8, "nvlink5", "ib-ndr", 1000),
+    "mi300x": Server(8, "infinity4", "ib-ndr", 750),
+    "cpu": Server(1, "memory", "ethernet-10", 200, "a server's processor, an assumption", cards=1),
 }
-"""By the key of the catalogue."""
+"""By the key of the catalog."""

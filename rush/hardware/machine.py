@@ -1,8 +1,6 @@
-"""What a machine is, as far as training on it is concerned: a plain record, to JSON and back.
+"""The record of a machine: devices, links, CPU, memory and versions, without rates (`ceilings`, `catalog`).
 
-It holds facts that were found, not rates that were measured (`ceilings`) or printed on a datasheet
-(`catalog`). It is written beside every run, so that a number always has the machine it came from, and its
-fingerprint says whether an earlier measurement is still valid for this machine.
+It is saved with every run. Its fingerprint tells whether an earlier measurement is valid for this machine.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """How two accelerators reach each other: by NVLink or over the PCIe tree (and how far up in it)."""
+    """The path between two accelerators: NVLink, or a level of the PCIe topology."""
 
     first: int
     second: int
@@ -44,13 +42,13 @@ class Cpu:
     model: str
     num_cores: int
     num_threads: int
-    """Logical cores this process may use, which a container or a batch system can restrict."""
+    """Logical cores that this process may use."""
     features: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Everything the probe found. `device` is where a run on this machine computes."""
+    """The result of a probe. `device` is where runs compute."""
 
     device: DeviceKind
     devices: tuple[Device, ...]
@@ -77,17 +75,17 @@ class Machine:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of one device: of the smallest, where they differ, since a run must fit on each."""
+        """Memory of the smallest device."""
         return min(device.memory_bytes for device in self.devices)
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        """CUDA compute capability that all devices have."""
+        """Lowest CUDA compute capability of the devices."""
         known = [device.capability for device in self.devices if device.capability is not None]
         return min(known) if len(known) == len(self.devices) else None
 
     def summary(self) -> str:
-        """One line for people: `2 × NVIDIA H200 (140 GiB each)`."""
+        """In one line: `2 × NVIDIA H200 (140 GiB each)`."""
         size = f"{self.memory_bytes / 2**30:.0f} GiB"
         if self.device == "cpu":
             return f"CPU {self.cpu.model} ({self.cpu.num_threads} cores, {size})"
@@ -102,7 +100,7 @@ class Machine:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Machine:
-        """The inverse of `to_dict`; a DataError when it is not such a record."""
+        """The inverse of `to_dict`; DataError for another record."""
         try:
             devices = tuple(
                 Device(**{**row, "capability": tuple(row["capability"]) if row["capability"] else None})
@@ -117,6 +115,6 @@ class Machine:
             ) from None
 
     def fingerprint(self) -> str:
-        """Sixteen hex digits that change when a measured rate may no longer hold."""
+        """Sixteen hex digits that change with anything that may change measured rates."""
         text = json.dumps(self.to_dict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,11 +1,9 @@
-"""The stopwatch behind the ceilings: large matmuls and large copies, timed until a budget is used up.
+"""Timing of large matmuls and copies for the ceilings, within a time budget.
 
-Data is random: on zeros a chip draws less power, keeps higher clocks and looks faster than it is. Shapes
-grow until the budget is spent, because speed is not known beforehand: bfloat16 on a CPU without
-instructions for it is hundreds of times slower than float32, and a fixed count of large matmuls would take
-hours there. CUDA work is timed by events on the device, CPU work by the clock. The first calls (library
-set-up, clocks ramping up) are not counted. Torch's global generators are left as they were: a run that
-measures must draw the same random numbers as one that found its ceilings in the cache.
+Data is random: with zeros a chip draws less power and clocks higher. Shapes grow until the budget is spent: bf16 on a CPU without
+bf16 instructions is hundreds of times slower than fp32, and a fixed number of large matmuls would take hours. CUDA is timed
+with events, a CPU with the clock, after a warm-up. Torch's global generators are not used: a run that measures must sample the
+same random numbers as one with cached ceilings.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from rush.hardware.samples import Sample
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 HALF_KERNEL = "half_kernel"
-"""fp32 matrices multiplied with fp16 operands by an operator of ours, `rush::fp16_matmul`. It is built on the spot, which takes
-longer than measuring, so it is measured only where it is asked for by name, by somebody who has loaded it."""
+"""`rush::fp16_matmul`: a matmul of fp32 matrices with fp16 operands. It is compiled on first use, which takes longer than measuring,
+so it is measured only on request, after its module was loaded."""
 
 _TORCH_DTYPES = {
     "float32": torch.float32,
@@ -33,7 +31,7 @@ _TORCH_DTYPES = {
     "float8": torch.float8_e4m3fn,
     HALF_KERNEL: torch.float32,
 }
-# Rows, inner and columns of the product; the last are the shapes of an MLP, which training consists of.
+# m, k, n of the matmuls; the last are MLP shapes.
 _CPU_SHAPES = (
     (64, 64, 64),
     (128, 128, 128),
@@ -54,12 +52,12 @@ _MIN_REPEATS = 3
 
 
 def num_threads() -> int:
-    """How many threads torch computes with on the CPU."""
+    """Number of torch's CPU threads."""
     return torch.get_num_threads()
 
 
 def matmul(device: str, dtype: str, *, budget_s: float = 1.5) -> tuple[Sample, ...] | str:
-    """Timings of matmuls in `dtype` over a few shapes, or the reason why this device has none."""
+    """Time matmuls in `dtype` over a few shapes; the reason if this device has none."""
     assert dtype in (*DTYPES, HALF_KERNEL), f"unknown dtype {dtype!r}"
     reason = _unsupported(device, dtype)
     if reason is not None:
@@ -68,7 +66,7 @@ def matmul(device: str, dtype: str, *, budget_s: float = 1.5) -> tuple[Sample, .
     shapes = _CUDA_SHAPES if device == "cuda" else _CPU_SHAPES
     deadline = time.perf_counter() + budget_s
     with _precision(device, tf32=dtype == "tf32"), warnings.catch_warnings():
-        # How slow the detour is that torch warns of is just what is being measured.
+        # The slow fallback that torch warns of is what is measured.
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
         for index, (rows, inner, columns) in enumerate(shapes):
             flops = 2.0 * rows * inner * columns
@@ -78,29 +76,22 @@ def matmul(device: str, dtype: str, *, budget_s: float = 1.5) -> tuple[Sample, .
                 continue
             if not _fits(device, 4 * (rows * inner + inner * columns + rows * columns)):
                 continue
-            product = _product(device, dtype, rows, inner, columns)
-            seconds = _time(product, device, budget_s=max(remaining, 0) / (len(shapes) - index))
+            work = _matmul(device, dtype, rows, inner, columns)
+            seconds = _time(work, device, budget_s=max(remaining, 0) / (len(shapes) - index))
             samples.append(Sample(f"{rows}x{inner}x{columns}", flops, seconds))
-            del product
+            del work
     return tuple(samples)
 
 
 def bandwidth(device: str, *, budget_s: float = 1.0) -> dict[str, Sample]:
-    """Timings of large copies within a device and, on CUDA, between host and device."""
+    """Time large copies within a device and, on CUDA, between host and device."""
+    size = 2**28
+    if device == "cuda":
+        size = min(2**30, torch.cuda.mem_get_info()[0] // 8 // 2**20 * 2**20)
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    results = {"copy": _copy("copy", _bytes(size, device), target, 2, budget_s)}
     if device != "cuda":
-        size = 2**28
-        return {
-            "copy": _copy(
-                "copy", _bytes(size, device), torch.empty(size, dtype=torch.uint8, device=device), 2, budget_s
-            )
-        }
-    free, _ = torch.cuda.mem_get_info()
-    size = min(2**30, free // 8 // 2**20 * 2**20)
-    results = {
-        "copy": _copy(
-            "copy", _bytes(size, device), torch.empty(size, dtype=torch.uint8, device=device), 2, budget_s
-        )
-    }
+        return results
     size = 2**28
     card = _bytes(size, device)
     plain = _bytes(size, "cpu")
@@ -132,11 +123,11 @@ def _unsupported(device: str, dtype: str) -> str | None:
     return None
 
 
-def _product(device: str, dtype: str, rows: int, inner: int, columns: int) -> Callable[[], object]:
-    """A closure that multiplies two random matrices into a third."""
+def _matmul(device: str, dtype: str, rows: int, inner: int, columns: int) -> Callable[[], object]:
+    """A closure that computes a matmul of two random matrices."""
     target = _TORCH_DTYPES[dtype]
     left = _normal(rows, inner, device).to(target)
-    # Columns by rows and transposed, as a linear layer holds its weight (and as float8 kernels demand it).
+    # Transposed, as a linear layer stores its weight and fp8 kernels need it.
     right = _normal(columns, inner, device).to(target).t()
     if dtype == "float8":
         one = torch.ones((), device=device)
@@ -159,7 +150,7 @@ def _normal(rows: int, columns: int, device: str) -> Tensor:
 
 
 def _bytes(size: int, device: str) -> Tensor:
-    """Random bytes; a mebibyte of them over and over, since drawing them all takes longer than copying."""
+    """Random bytes, one mebibyte repeated: sampling all takes longer than copying."""
     tile = min(size, 2**20)
     generator = torch.Generator(device).manual_seed(size)
     drawn = torch.randint(0, 256, (tile,), dtype=torch.uint8, device=device, generator=generator)
@@ -167,15 +158,15 @@ def _bytes(size: int, device: str) -> Tensor:
 
 
 def _fits(device: str, size_bytes: int) -> bool:
-    """Whether there is room beside what already lies on the device, for this and as much again."""
+    """Whether twice this size is free on the device."""
     return device != "cuda" or 2 * size_bytes < torch.cuda.mem_get_info()[0]
 
 
 def _time(work: Callable[[], object], device: str, *, budget_s: float) -> tuple[float, ...]:
-    """Seconds of each repeat; at least three repeats, at most thirty, within the budget where possible."""
+    """Seconds of three to thirty repeats, within the budget where possible."""
     clock = _time_on_device if device == "cuda" else _time_on_host
     once = clock(work, device)
-    # Warm up for a tenth of the budget: a GPU needs that to leave its idle clocks.
+    # Warm up for a tenth of the budget: a GPU starts at idle clocks.
     warm_until = time.perf_counter() + budget_s / 10
     while time.perf_counter() < warm_until:
         once = clock(work, device)
@@ -210,7 +201,7 @@ def _time_on_host(work: Callable[[], object], device: str) -> float:
 
 @contextlib.contextmanager
 def _precision(device: str, *, tf32: bool) -> Iterator[None]:
-    """Float32 matmuls on CUDA as asked for while measuring, and as they were afterwards."""
+    """Set the precision of fp32 matmuls on CUDA within the block."""
     if device != "cuda":
         yield
         return

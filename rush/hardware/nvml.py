@@ -1,8 +1,7 @@
-"""What only the NVIDIA driver knows: its version, the NVLinks, and how pairs of GPUs are connected.
+"""Facts from the NVIDIA driver: its version, NVLinks, and the paths between GPUs.
 
-Read through nvidia-ml-py when that package and a driver are there; without them the answer is None, which the
-record keeps as "not known". GPUs are found by their UUID, because the driver numbers all GPUs of the machine
-while torch numbers those it was allowed to see.
+Read by nvidia-ml-py; without package or driver the result is None. GPUs are identified by UUID: the driver numbers all GPUs,
+torch only the visible ones.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Answer = TypeVar("Answer")
 
 
 def ask(question: Callable[[Any], Answer]) -> Answer | None:
-    """What `question` answers when given the driver's library, or None where the driver cannot be asked."""
+    """The result of `question` with NVML initialized; None without NVML."""
     try:
         import pynvml
     except ImportError:
@@ -37,17 +36,17 @@ def ask(question: Callable[[Any], Answer]) -> Answer | None:
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
-        # No driver, no permission in this container, or a slice of a GPU that has no number of its own.
+        # No driver, no permission in this container, or a MIG slice.
         return None
 
 
 def read(uuids: Sequence[str]) -> DriverFacts | None:
-    """Facts about these GPUs (in this order), or None where the driver cannot be asked."""
+    """Facts about these GPUs, in this order; None without NVML."""
     return ask(lambda nvml: collect(nvml, uuids))
 
 
 def collect(nvml: Any, uuids: Sequence[str]) -> DriverFacts:
-    """The facts through an initialized binding."""
+    """The facts, with NVML initialized."""
     handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
     driver = nvml.nvmlSystemGetDriverVersion()
     links = tuple(
@@ -68,13 +67,13 @@ def _count_nvlinks(nvml: Any, handle: Any) -> int:
         try:
             active += nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED
         except nvml.NVMLError:
-            # The driver's way of saying that this GPU has no link of that number.
+            # This GPU has no link of that number.
             break
     return active
 
 
 def _connection(nvml: Any, first: Any, second: Any) -> tuple[str, bool]:
-    """The kind of path between two GPUs and whether they may read each other's memory over it."""
+    """The path between two GPUs, and whether it allows peer-to-peer access."""
 
     def allowed(capability: int) -> bool:
         try:

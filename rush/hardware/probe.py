@@ -1,8 +1,7 @@
-"""Look at this machine: devices, memory, versions, CPU features, links between GPUs.
+"""Probe this machine: devices, memory, versions, CPU features, links between GPUs.
 
-Nothing here is measured and nothing computes; a probe takes milliseconds, plus what importing torch takes.
-Asking for a device that is not there is an error at once, before any work is lost to it: "auto" takes an
-accelerator when there is one and the CPU otherwise, and the record says which it was.
+Nothing is measured: a probe takes milliseconds, plus the import of torch. A device that is not available is an error; "auto" is
+an accelerator if there is one, else the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from rush.errors import MachineError, RecipeError, nearest
 from rush.hardware import nvml
 from rush.hardware.machine import Cpu, Device, DeviceKind, Link, Machine
 
-# Instruction sets that decide which matmul a CPU can do well, as Linux names them, and our names for them.
+# Instruction sets for matmuls, by their names in Linux, and our names.
 _FEATURES = {
     "avx2": "avx2", "avx512f": "avx512", "avx512_bf16": "avx512_bf16", "avx512_vnni": "avx512_vnni",
     "amx_tile": "amx", "amx_bf16": "amx_bf16", "amx_int8": "amx_int8",
@@ -39,7 +38,7 @@ _OPTIONAL = (
 
 
 def probe(device: str = "auto") -> Machine:
-    """What this machine is. `device`: "auto", "cpu", "cuda" or "mps"; an absent one is a MachineError."""
+    """The record of this machine. `device`: "auto", "cpu", "cuda" or "mps"; MachineError if it is not available."""
     import torch
 
     kind = _choose(device)
@@ -70,7 +69,7 @@ def probe(device: str = "auto") -> Machine:
         links=links,
         cpu=cpu,
         ram_bytes=ram_bytes,
-        # Major and minor only: what follows is the name of somebody's own kernel build.
+        # Major and minor only, without the name of a kernel build.
         os=f"{platform.system()} {'.'.join(platform.release().split('.')[:2])} {platform.machine()}",
         python=platform.python_version(),
         torch=torch.__version__,
@@ -84,7 +83,7 @@ def probe(device: str = "auto") -> Machine:
 
 
 def packages() -> dict[str, str | None]:
-    """The installed versions of the packages that some techniques and commands need; None where absent."""
+    """Installed versions of optional packages; None if not installed."""
     return {name: _version(name) for name in _OPTIONAL}
 
 
@@ -114,7 +113,7 @@ def _choose(device: str) -> DeviceKind:
 
 
 def _peers(num_devices: int) -> tuple[Link, ...]:
-    """What torch alone can tell about pairs of GPUs, where the driver cannot be asked for their path."""
+    """Peer-to-peer access by torch, without NVML."""
     import torch
 
     return tuple(
@@ -151,7 +150,7 @@ def _cpu() -> Cpu:
 
 
 def _num_cores() -> int:
-    """Physical cores: sets of logical ones that share a core, where Linux lists them."""
+    """Physical cores: distinct sets of sibling threads on Linux."""
     lists = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
     return len({path.read_text() for path in lists}) or os.cpu_count() or 1
 

@@ -1,7 +1,8 @@
-"""What a rate is made of: one timed case, and one collective over several sizes."""
+"""Timed samples of a rate: one case, and one collective over several sizes."""
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 
 
@@ -15,17 +16,14 @@ class Sample:
 
     @property
     def rate(self) -> float:
-        ordered = sorted(self.seconds)
-        middle = len(ordered) // 2
-        median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-        return self.amount / median
+        return self.amount / statistics.median(self.seconds)
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """What a link carries for each byte of the buffer, as nccl-tests defines it (its doc/PERFORMANCE.md).
+    """Bus bandwidth over algorithm bandwidth, as nccl-tests defines it (its doc/PERFORMANCE.md).
 
-    In a ring every byte passes each link once for a gather or a scatter, less the part that is already there, and twice for
-    a sum that all get. A message to one neighbour is the message.
+    In a ring (ranks − 1)/ranks of the buffer passes each link once for an all-gather or reduce-scatter, twice for an
+    all-reduce. A send to one neighbor passes once.
     """
     passes = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
     return passes[operation] * (ranks - 1) / ranks if operation in passes else 1.0
@@ -47,5 +45,5 @@ class Collective:
 
     @property
     def bus_bytes_per_s(self) -> float:
-        """What each rank's link carries: comparable with the link's rate, whatever the number of ranks."""
+        """Bus bandwidth: comparable with the link's rate for any number of ranks."""
         return self.bytes_per_s * bus_factor(self.operation, self.ranks)

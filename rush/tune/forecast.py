@@ -18,7 +18,7 @@ class Prediction:
     limit_bytes: float
     longest_sequence: int = 0
     doubtful: bool = False
-    """Its products are of a dtype whose rate is not known here: worth a trial, not to be built upon on paper."""
+    """A matmul dtype has no measured rate here: worth a trial, but not a base for further predictions."""
 
     @property
     def fits(self) -> bool:

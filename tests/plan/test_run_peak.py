@@ -140,7 +140,7 @@ def test_the_host_copy_of_a_checkpoint_is_as_large_as_the_saved_state(
     assert staged_bytes(spec_of(recipe, "cpu")) == pytest.approx(sum(one.nbytes for one in tensors), rel=0.01)
 
 
-def test_the_longest_validation_row_is_that_of_a_training_pass() -> None:
+def test_validation_runs_micro_batches_of_training_passes() -> None:
     """Not the micro batch that accumulation cuts: that might not fit."""
     whole, cut = (
         recipe_of("tiny", more=(WIDE,)),
