@@ -11,85 +11,64 @@ from pydantic import AfterValidator, AliasPath, BeforeValidator, Field, PlainVal
 
 from rush.records import ladder
 from rush.records.life import life_words
-from rush.report.lenient import (
-    Bounded,
-    Count,
-    Each,
-    Flag,
-    Json,
-    NonEmpty,
-    Numbers,
-    OrNone,
-    Positive,
-    PositiveNumber,
-    Rates,
-    Real,
-    Rows,
-    Series,
-    Table,
-    Tables,
-    Text,
-    Whole,
-    Word,
-    items,
-    shown,
-    table,
-    text,
-    word,
-)  # fmt: skip
+from rush.report import lenient
+from rush.report.lenient import Json, items, shown, table, text, word
+
+
+def under(*path: str) -> Any:
+    """Where the record has a field of another name, or of a table in it."""
+    return Field(validation_alias=AliasPath(*path))
 
 
 @dataclass(frozen=True)
 class MeasureView:
     """A median with its 95 % interval and the samples behind it."""
 
-    median: PositiveNumber
-    low: Real = None
-    high: Real = None
-    n: Whole = None
-    samples: Numbers = ()
-    processes: Rows = ()
+    median: lenient.PositiveNumber
+    low: lenient.Real = None
+    high: lenient.Real = None
+    n: lenient.Whole = None
+    samples: lenient.Numbers = ()
+    processes: lenient.Rows = ()
 
 
-Measure = OrNone[Bounded[MeasureView]]
+Measure = lenient.OrNone[lenient.Bounded[MeasureView]]
 
 
 @dataclass(frozen=True)
 class GainView:
-    ratio: PositiveNumber
-    low: Real = None
-    high: Real = None
-    over: Text = None
+    ratio: lenient.PositiveNumber
+    low: lenient.Real = None
+    high: lenient.Real = None
+    over: lenient.Text = None
     real: Annotated[bool | None, PlainValidator(lambda value: value if isinstance(value, bool) else None)] = (
         None
     )
-    paired: Whole = None
+    paired: lenient.Whole = None
     """On how many batches the two were compared one by one; None where by their medians."""
 
 
 @dataclass(frozen=True)
 class ParityView:
-    verdict: Word
-    promise: Annotated[Text, Field(validation_alias="class")] = None
-    tolerance: Real = None
-    worst: Real = None
-    steps: Whole = None
-    losses: Series = ()
-    reference_losses: Series = ()
-    grad_norms: Series = ()
-    reference_grad_norms: Series = ()
-    worst_tensor: Annotated[Text, Field(validation_alias=AliasPath("worst_tensor", "name"))] = None
-    worst_tensor_error: Annotated[
-        Real, Field(validation_alias=AliasPath("worst_tensor", "relative_error"))
-    ] = None
-    why: Text = None
+    verdict: lenient.Word
+    promise: Annotated[lenient.Text, under("class")] = None
+    tolerance: lenient.Real = None
+    worst: lenient.Real = None
+    steps: lenient.Whole = None
+    losses: lenient.Series = ()
+    reference_losses: lenient.Series = ()
+    grad_norms: lenient.Series = ()
+    reference_grad_norms: lenient.Series = ()
+    worst_tensor: Annotated[lenient.Text, under("worst_tensor", "name")] = None
+    worst_tensor_error: Annotated[lenient.Real, under("worst_tensor", "relative_error")] = None
+    why: lenient.Text = None
 
 
 @dataclass(frozen=True)
 class LifeView:
     """Whether a rung could be trained with: `ok`, `broken` or `not known`, and the sentence to it."""
 
-    verdict: Word
+    verdict: lenient.Word
     description: str
 
 
@@ -100,16 +79,16 @@ def _life(value: Json) -> Json:
 
 @dataclass(frozen=True)
 class ClaimView:
-    metric: Word
-    gain: Real = None
-    regime: Text = None
-    source: Text = None
+    metric: lenient.Word
+    gain: lenient.Real = None
+    regime: lenient.Text = None
+    source: lenient.Text = None
 
 
 @dataclass(frozen=True)
 class EvidenceView:
     technique: Annotated[str, word("?")] = "?"
-    took_effect: Flag = False
+    took_effect: lenient.Flag = False
     what: Annotated[str, word("")] = ""
 
 
@@ -119,8 +98,8 @@ class KernelView:
 
     name: Annotated[str, word("?")]
     kind: Annotated[str, word("other")]
-    ms: PositiveNumber
-    calls: Real = 0.0
+    ms: lenient.PositiveNumber
+    calls: lenient.Real = 0.0
 
 
 def _technique(item: Json) -> str:
@@ -140,43 +119,43 @@ def _adds(value: Json) -> tuple[str, ...]:
 @dataclass(frozen=True)
 class RungView:
     index: int
-    name: Word
-    title: Word
-    status: Word
-    verdict: Word
+    name: lenient.Word
+    title: lenient.Word
+    status: lenient.Word
+    verdict: lenient.Word
     adds: Annotated[tuple[str, ...], PlainValidator(_adds)] = ()
     techniques: Annotated[tuple[str, ...], PlainValidator(_adds)] = ()
-    recipe: Text = None
-    digest: Text = None
+    recipe: lenient.Text = None
+    digest: lenient.Text = None
     kept: Annotated[bool, PlainValidator(lambda value: value is not False)] = True
     """Whether the rungs above are built on it."""
-    reason: Text = None
-    speed: Annotated[Measure, Field(validation_alias="tokens_per_s")] = None
-    step: Annotated[Measure, Field(validation_alias="step_ms")] = None
-    kinds: Annotated[Rates, Field(validation_alias="tokens_kind")] = field(default_factory=dict)
-    mfu: Real = None
-    hfu: Real = None
-    ceiling_fraction: Real = None
-    flops_per_token: Positive = None
-    bytes_per_step: Positive = None
-    step_tokens: Whole = None
-    micro: Whole = None
-    sequence: Whole = None
-    peak_memory_bytes: Positive = None
-    compile_s: Real = None
-    warmup_s: Real = None
-    warmup_steps: Whole = None
-    data_wait_ms: Real = None
-    evidence: Each[EvidenceView] = ()
-    parity: OrNone[ParityView] = None
-    life: OrNone[Annotated[LifeView, BeforeValidator(_life)]] = None
+    reason: lenient.Text = None
+    speed: Annotated[Measure, under("tokens_per_s")] = None
+    step: Annotated[Measure, under("step_ms")] = None
+    kinds: Annotated[lenient.Rates, under("tokens_kind")] = field(default_factory=dict)
+    mfu: lenient.Real = None
+    hfu: lenient.Real = None
+    ceiling_fraction: lenient.Real = None
+    flops_per_token: lenient.Positive = None
+    bytes_per_step: lenient.Positive = None
+    step_tokens: lenient.Whole = None
+    micro: lenient.Whole = None
+    sequence: lenient.Whole = None
+    peak_memory_bytes: lenient.Positive = None
+    compile_s: lenient.Real = None
+    warmup_s: lenient.Real = None
+    warmup_steps: lenient.Whole = None
+    data_wait_ms: lenient.Real = None
+    evidence: lenient.Each[EvidenceView] = ()
+    parity: lenient.OrNone[ParityView] = None
+    life: lenient.OrNone[Annotated[LifeView, BeforeValidator(_life)]] = None
     """None where it was not tried, as in records of earlier versions."""
-    gain: OrNone[Bounded[GainView]] = None
-    total_gain: OrNone[Bounded[GainView]] = None
-    claim: OrNone[ClaimView] = None
-    breakdown: Annotated[Rates, Field(validation_alias="breakdown_ms")] = field(default_factory=dict)
-    longest: Each[KernelView] = ()
-    environment: Table = field(default_factory=dict)
+    gain: lenient.OrNone[lenient.Bounded[GainView]] = None
+    total_gain: lenient.OrNone[lenient.Bounded[GainView]] = None
+    claim: lenient.OrNone[ClaimView] = None
+    breakdown: Annotated[lenient.Rates, under("breakdown_ms")] = field(default_factory=dict)
+    longest: lenient.Each[KernelView] = ()
+    environment: lenient.Table = field(default_factory=dict)
 
     @property
     def usable(self) -> bool:
@@ -186,22 +165,22 @@ class RungView:
 
 @dataclass(frozen=True)
 class BatchPointView:
-    micro: Count
+    micro: lenient.Count
     status: Annotated[str, word("ok")] = "ok"
-    speed: Annotated[Measure, Field(validation_alias="tokens_per_s")] = None
-    peak_memory_bytes: Positive = None
+    speed: Annotated[Measure, under("tokens_per_s")] = None
+    peak_memory_bytes: lenient.Positive = None
 
 
 @dataclass(frozen=True)
 class DriftView:
-    first: Positive = None
-    again: Positive = None
-    ratio: Positive = None
-    flagged: Flag = False
-    restless: Flag = False
+    first: lenient.Positive = None
+    again: lenient.Positive = None
+    ratio: lenient.Positive = None
+    flagged: lenient.Flag = False
+    restless: lenient.Flag = False
     """Its interval is too wide for any conclusion."""
-    paired: Whole = None
-    uneven: Flag = False
+    paired: lenient.Whole = None
+    uneven: lenient.Flag = False
     """The unequal batches alone may be the reason; they were not compared one by one."""
 
     @property
@@ -218,10 +197,10 @@ class DriftView:
 @dataclass(frozen=True)
 class InteractionView:
     technique: Annotated[str, word("?")] = "?"
-    alone: Positive = None
-    in_ladder: Positive = None
-    left_out: Positive = None
-    sentence: Text = None
+    alone: lenient.Positive = None
+    in_ladder: lenient.Positive = None
+    left_out: lenient.Positive = None
+    sentence: lenient.Text = None
 
 
 _DRAWN = ("matmul", "copy_bytes_per_s", "transfers_bytes_per_s")
@@ -247,37 +226,31 @@ def _by_size(points: tuple[BatchPointView, ...]) -> tuple[BatchPointView, ...]:
 class LadderView:
     name: Annotated[str, word("unnamed")]
     view: Annotated[str, word("cumulative")]
-    started: Text
-    finished: Text = None
-    machine: Table = field(default_factory=dict)
-    matmul: Annotated[Rates, Field(validation_alias=AliasPath("ceilings", "matmul"))] = field(
+    started: lenient.Text
+    finished: lenient.Text = None
+    machine: lenient.Table = field(default_factory=dict)
+    matmul: Annotated[lenient.Rates, under("ceilings", "matmul")] = field(default_factory=dict)
+    copy_bytes_per_s: Annotated[lenient.Positive, under("ceilings", "copy_bytes_per_s")] = None
+    transfers: Annotated[lenient.Rates, under("ceilings", "transfers_bytes_per_s")] = field(
         default_factory=dict
     )
-    copy_bytes_per_s: Annotated[
-        Positive, Field(validation_alias=AliasPath("ceilings", "copy_bytes_per_s"))
-    ] = None
-    transfers: Annotated[Rates, Field(validation_alias=AliasPath("ceilings", "transfers_bytes_per_s"))] = (
-        field(default_factory=dict)
-    )
     """Measured bytes per second between host and device, by kind."""
-    other_ceilings: Annotated[
-        Mapping[str, Json], PlainValidator(_others), Field(validation_alias="ceilings")
-    ] = field(default_factory=dict)
-    peaks: Rates = field(default_factory=dict)
-    base_recipe: Annotated[Text, Field(validation_alias=AliasPath("base", "recipe"))] = None
+    other_ceilings: Annotated[Mapping[str, Json], PlainValidator(_others), under("ceilings")] = field(
+        default_factory=dict
+    )
+    peaks: lenient.Rates = field(default_factory=dict)
+    base_recipe: Annotated[lenient.Text, under("base", "recipe")] = None
     formulas: Annotated[
         Mapping[str, str],
         PlainValidator(lambda value: {text(key) or "": shown(part) for key, part in table(value).items()}),
     ] = field(default_factory=dict)
     rungs: Annotated[tuple[RungView, ...], BeforeValidator(_numbered)] = ()
-    drift: OrNone[NonEmpty[DriftView]] = None
-    batch_curve: Annotated[Each[BatchPointView], AfterValidator(_by_size)] = ()
-    batch_stops_paying_at: Whole = None
-    sequence_limits: Tables = ()
-    interactions: Each[InteractionView] = ()
-    trained: Annotated[
-        bool, PlainValidator(lambda value: value == "trained"), Field(validation_alias="counted")
-    ] = False
+    drift: lenient.OrNone[lenient.NonEmpty[DriftView]] = None
+    batch_curve: Annotated[lenient.Each[BatchPointView], AfterValidator(_by_size)] = ()
+    batch_stops_paying_at: lenient.Whole = None
+    sequence_limits: lenient.Tables = ()
+    interactions: lenient.Each[InteractionView] = ()
+    trained: Annotated[bool, PlainValidator(lambda value: value == "trained"), under("counted")] = False
     """Whether speeds count the tokens learned from, as in fine-tuning, instead of all."""
 
     @property
@@ -290,7 +263,7 @@ class LadderView:
 
 
 _MEASURE: TypeAdapter[MeasureView | None] = TypeAdapter(Measure)
-_PARITY: TypeAdapter[ParityView | None] = TypeAdapter(OrNone[ParityView])
+_PARITY: TypeAdapter[ParityView | None] = TypeAdapter(lenient.OrNone[ParityView])
 _LADDER = TypeAdapter(LadderView)
 measure, parity = _MEASURE.validate_python, _PARITY.validate_python
 
