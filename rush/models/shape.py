@@ -8,7 +8,7 @@ choices: GPT-2 has learned positions, LayerNorm and biases; Llama has RoPE, grou
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from rush.errors import RecipeError, nearest
@@ -31,8 +31,8 @@ class RopeScaling:
     original_context: int
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_context"):
-            _positive(f"rope_scaling.{name}", getattr(self, name))
+        for field in fields(self):
+            _positive(f"rope_scaling.{field.name}", getattr(self, field.name))
         _whole("rope_scaling.original_context", self.original_context)
         if self.high_freq_factor <= self.low_freq_factor:
             raise RecipeError(
@@ -64,17 +64,9 @@ class Shape:
             raise RecipeError(
                 f"There is no model family {self.family!r}: {nearest(str(self.family), FAMILIES)}"
             )
-        for name in (
-            "vocab_size",
-            "context",
-            "hidden",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "intermediate",
-        ):
-            _whole(name, getattr(self, name))
+        for field in fields(self):
+            if field.type == "int":
+                _whole(field.name, getattr(self, field.name))
         _positive("norm_eps", self.norm_eps)
         if self.hidden % self.num_heads:
             raise RecipeError(
@@ -163,13 +155,16 @@ def llama_shape(
     intermediate: int,
     *,
     tied_head: bool,
-    rope_factor: float,
+    rope_factor: float | None = None,
+    vocab_size: int = 128256,
+    context: int = 131072,
+    rope_theta: float = 500000.0,
 ) -> Shape:
     """Llama 3.1 or 3.2: a vocabulary of 128,256, RoPE scaled from a context of 8,192 to 131,072."""
     return Shape(
         family="llama",
-        vocab_size=128256,
-        context=131072,
+        vocab_size=vocab_size,
+        context=context,
         hidden=hidden,
         num_layers=num_layers,
         num_heads=num_heads,
@@ -178,28 +173,15 @@ def llama_shape(
         intermediate=intermediate,
         norm_eps=1e-5,
         tied_head=tied_head,
-        rope_theta=500000.0,
-        rope_scaling=RopeScaling(
-            rope_factor, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192
-        ),
+        rope_theta=rope_theta,
+        rope_scaling=None if rope_factor is None else RopeScaling(rope_factor, 1.0, 4.0, 8192),
     )
 
 
 SIZES: dict[str, Shape] = {
     "tiny": gpt2_shape(4, 128, 4, vocab_size=2048, context=256),
-    "llama-tiny": Shape(
-        family="llama",
-        vocab_size=2048,
-        context=512,
-        hidden=128,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        intermediate=352,
-        norm_eps=1e-5,
-        tied_head=True,
-        rope_theta=10000.0,
+    "llama-tiny": llama_shape(
+        4, 128, 4, 2, 352, tied_head=True, vocab_size=2048, context=512, rope_theta=10000.0
     ),
     "gpt2-124m": gpt2_shape(12, 768, 12),
     "gpt2-350m": gpt2_shape(24, 1024, 16),

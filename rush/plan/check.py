@@ -145,16 +145,9 @@ def _published(item: PublishedRun) -> list[ErrorRow]:
         ErrorRow(item.source, item.name, "published", item.tokens_per_s, planned, True, "tokens/s/device")
     ]
     if item.memory_bytes:
+        reserved = memory_of(item.spec).reserved
         rows.append(
-            ErrorRow(
-                item.source,
-                item.name,
-                "published memory",
-                item.memory_bytes,
-                memory_of(item.spec).reserved,
-                True,
-                "bytes",
-            )
+            ErrorRow(item.source, item.name, "published memory", item.memory_bytes, reserved, True, "bytes")
         )
     return rows
 

@@ -9,6 +9,7 @@ does not.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rush.plan.spec import Spec, weights_of
@@ -43,9 +44,7 @@ class CommunicationTime:
 
 def bandwidth(spec: Spec, target: TargetMachine, axis: str, reached: float) -> float:
     """Bytes per second and rank of a ring over this axis."""
-    inside = 1
-    for name in INNER_TO_OUTER[: INNER_TO_OUTER.index(axis)]:
-        inside *= spec.size(name)
+    inside = math.prod(spec.size(name) for name in INNER_TO_OUTER[: INNER_TO_OUTER.index(axis)])
     size = spec.size(axis)
     if inside * size <= target.devices_per_node:
         return reached * target.link_bytes_per_s
@@ -77,23 +76,13 @@ def _weights(spec: Spec, target: TargetMachine, reached: float) -> Communication
     weights, effects = weights_of(spec), spec.effects
     share = spec.size("tp") * spec.size("pp")
     each = effects.size("gradients", 4)
-    if effects.factor("frozen"):
-        learned = spec.shape.num_layers * weights.adapters / share
-    else:
-        learned = (
-            spec.shape.num_layers * (weights.block_linear + weights.block_other)
-            + weights.embedding
-            + weights.head
-        ) / share
-    shards, copies, cp = spec.size("fsdp"), spec.size("ddp"), spec.size("cp")
+    held = spec.shape.num_layers * (weights.block_linear + weights.block_other)
+    held = (held + weights.embedding + weights.head) / share
+    learned = spec.shape.num_layers * weights.adapters / share if effects.factor("frozen") else held
+    shards, replicas, cp = spec.size("fsdp"), spec.size("ddp"), spec.size("cp")
     total = CommunicationTime()
     if shards > 1 or (cp > 1 and spec.uses("fsdp")):
         group, rate = shards * cp, bandwidth(spec, target, "fsdp", reached)
-        held = (
-            spec.shape.num_layers * (weights.block_linear + weights.block_other)
-            + weights.embedding
-            + weights.head
-        ) / share
         each_weight = effects.size("gathered", effects.size("parameters", 4))
         blocks = spec.shape.num_layers * weights.block_linear / share
         gathered = each_weight * (held - blocks) + effects.size("blocks", each_weight) * blocks
@@ -109,9 +98,9 @@ def _weights(spec: Spec, target: TargetMachine, reached: float) -> Communication
     elif cp > 1:
         rate = bandwidth(spec, target, "cp", reached)
         total += CommunicationTime(late=ring(each * learned, cp, rate, 2))
-    if copies > 1:
+    if replicas > 1:
         rate = bandwidth(spec, target, "ddp", reached)
-        seconds = ring(each * learned / shards, copies, rate, 2)
+        seconds = ring(each * learned / shards, replicas, rate, 2)
         # The last bucket does not overlap.
         total += CommunicationTime(late=0.95 * seconds, waiting=0.05 * seconds)
     return total

@@ -6,7 +6,7 @@ import json
 import statistics
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,32 +135,19 @@ def _ladder(record: Any, study: str) -> Iterator[MeasuredCase]:
         if top is None or point["status"] != "ok":
             continue
         recipe = changed(top, {"batch.micro": point["micro"]})
-        spec = spec_of(recipe, machine.device)
-        yield MeasuredCase(
-            name=f"batch {point['micro']} of the curve",
-            recipe=recipe,
-            spec=spec,
-            target=target,
-            step_s=spec.step_tokens / point["tokens_per_s"]["median"],
-            memory_bytes=_memory(machine, spec, point.get("peak_memory_bytes")),
-            study=study,
-        )
+        seconds = spec_of(recipe, machine.device).step_tokens / point["tokens_per_s"]["median"]
+        name = f"batch {point['micro']} of the curve"
+        yield _case(name, recipe, machine, target, seconds, point.get("peak_memory_bytes"), study)
 
 
 def _rung(rung: Any, machine: Machine, target: TargetMachine, study: str) -> MeasuredCase | None:
     recipe = _recipe(rung["recipe"])
     if rung["status"] != "ok" or recipe is None or not rung.get("step_ms"):
         return None
-    spec = spec_of(recipe, machine.device)
-    return MeasuredCase(
-        name=rung["name"],
-        recipe=recipe,
-        spec=spec,
-        target=target,
-        step_s=_full_step_s(rung, spec.step_tokens),
-        memory_bytes=_memory(machine, spec, rung.get("peak_memory_bytes")),
-        breakdown_s={part: ms / 1e3 for part, ms in (rung.get("breakdown_ms") or {}).items()},
-        study=study,
+    seconds = _full_step_s(rung, spec_of(recipe, machine.device).step_tokens)
+    case = _case(rung["name"], recipe, machine, target, seconds, rung.get("peak_memory_bytes"), study)
+    return replace(
+        case, breakdown_s={part: ms / 1e3 for part, ms in (rung.get("breakdown_ms") or {}).items()}
     )
 
 
@@ -179,16 +166,8 @@ def _beside_baselines(record: Any, study: str) -> Iterator[MeasuredCase]:
     for workload in record["workloads"]:
         for point, recipe in _lengths(workload):
             if point["status"] == "ok":
-                spec = spec_of(recipe, machine.device)
-                yield MeasuredCase(
-                    name=f"{workload['name']}, {point['sequence']:,} tokens",
-                    recipe=recipe,
-                    spec=spec,
-                    target=target,
-                    step_s=point["step_s"],
-                    memory_bytes=_memory(machine, spec, point["peak_memory_bytes"]),
-                    study=study,
-                )
+                name = f"{workload['name']}, {point['sequence']:,} tokens"
+                yield _case(name, recipe, machine, target, point["step_s"], point["peak_memory_bytes"], study)
         rungs = [ours["rung"] for ours in workload.get("ours", ())]
         if workload.get("rival_kind") == "recipe":
             rungs.append({**workload["rival"], "name": f"rival of {workload['name']}"})
@@ -214,25 +193,24 @@ def _searched(record: Any, study: str) -> Iterator[MeasuredCase]:
         if not rate or recipe is None:
             continue
         recipe = changed(recipe, {"batch.total_tokens": tokens})
-        spec = spec_of(recipe, machine.device)
-        yield MeasuredCase(
-            name=_short(row["key"]),
-            recipe=recipe,
-            spec=spec,
-            target=target,
-            step_s=spec.step_tokens / rate,
-            memory_bytes=_memory(machine, spec, row["peak_memory_bytes"]),
-            study=study,
-        )
+        seconds = spec_of(recipe, machine.device).step_tokens / rate
+        name = row["key"] if len(row["key"]) <= 40 else f"{row['key'][:39]}…"
+        yield _case(name, recipe, machine, target, seconds, row["peak_memory_bytes"], study)
 
 
-def _short(key: str) -> str:
-    return key if len(key) <= 40 else f"{key[:39]}…"
-
-
-def _memory(machine: Machine, spec: Spec, found: float | None) -> float | None:
-    """None on a CPU, where the resident process was recorded, and with CUDA graphs, whose pool was not counted."""
-    return None if machine.device != "cuda" or spec.effects.factor("cuda_graph.pool") else found
+def _case(
+    name: str,
+    recipe: Recipe,
+    machine: Machine,
+    target: TargetMachine,
+    step_s: float,
+    memory_bytes: float | None,
+    study: str,
+) -> MeasuredCase:
+    """A case without memory on a CPU, where the resident process was recorded, and with CUDA graphs, whose pool was not counted."""
+    spec = spec_of(recipe, machine.device)
+    known = machine.device == "cuda" and not spec.effects.factor("cuda_graph.pool")
+    return MeasuredCase(name, recipe, spec, target, step_s, memory_bytes if known else None, study=study)
 
 
 def _run(folder: Path) -> Iterator[MeasuredCase]:
@@ -243,15 +221,7 @@ def _run(folder: Path) -> Iterator[MeasuredCase]:
         return
     rows = list(read_rows(folder / "metrics.jsonl", MetricsRow))
     seconds = statistics.median(row["step_s"] for row in rows[5:] if "val_loss" not in row)
-    yield MeasuredCase(
-        name="the run",
-        recipe=recipe,
-        spec=spec_of(recipe, machine.device),
-        target=target_of(sheet.key),
-        step_s=seconds,
-        memory_bytes=None,
-        study=folder.name,
-    )
+    yield _case("the run", recipe, machine, target_of(sheet.key), seconds, None, folder.name)
 
 
 def _recipe(text: str) -> Recipe | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -265,9 +266,7 @@ def problems_of(recipe: Recipe, target: TargetMachine) -> list[Problem]:
 
 def fill_devices(spec_layout: dict[str, int], devices: int) -> dict[str, int]:
     """The layout for this many devices: the rest becomes ddp replicas."""
-    world = 1
-    for size in spec_layout.values():
-        world *= size
+    world = math.prod(spec_layout.values())
     if devices % world:
         raise RecipeError(
             f"the layout takes {world} devices, which does not divide the {devices} asked for; give a multiple of {world}, "

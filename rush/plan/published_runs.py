@@ -7,6 +7,7 @@ bf16 without autocast and reduces gradients in fp32; so do these specs.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
@@ -53,7 +54,9 @@ def _row(row: dict[str, Any], study: dict[str, Any]) -> PublishedRun:
     factors = {**effects.factors, **({"logits.copies": 1.0} if study.get("eager_loss") else {})}
     shape = SIZES[row["model"]]
     target = target_of(
-        study["machine"], study["devices_per_node"], -(-_world(layout) // study["devices_per_node"])
+        study["machine"],
+        study["devices_per_node"],
+        -(-math.prod(layout.values()) // study["devices_per_node"]),
     )
     if "watts" in study:
         share = study["power_share"]
@@ -81,10 +84,3 @@ def _row(row: dict[str, Any], study: dict[str, Any]) -> PublishedRun:
         row["name"], study["source"], spec, target, row["tokens_per_s"],
         row["memory_gib"] * 2**30 if row.get("memory_gib") else None,
     )  # fmt: skip
-
-
-def _world(layout: dict[str, int]) -> int:
-    total = 1
-    for size in layout.values():
-        total *= size
-    return total

@@ -5,6 +5,7 @@ Published measurements of other trainers become a `Spec` too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -49,10 +50,7 @@ class Spec:
 
     @cached_property
     def world(self) -> int:
-        total = 1
-        for axis in AXES:
-            total *= self.size(axis)
-        return total
+        return math.prod(self.size(axis) for axis in AXES)
 
     @cached_property
     def shards(self) -> int:
@@ -200,15 +198,7 @@ def _weights(shape: Shape, adapters: tuple[int, str] | None) -> Weights:
     if adapters is not None:
         rank, roles = adapters
         beside = sum(rank * sum(parameter.dims) for parameter in adapted(shape, roles))
-    return Weights(
-        counts["linear"],
-        counts["other"],
-        counts["embedding"],
-        counts["head"],
-        counts["final"],
-        beside,
-        largest,
-    )
+    return Weights(*counts.values(), beside, largest)
 
 
 def matmul_dtype(spec: Spec) -> str:

@@ -277,15 +277,8 @@ def _embedding(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> f
     if spec.effects.factor("frozen"):
         return 0.0
     each = spec.effects.size("gradients", 4)
-    return (
-        5.6
-        * each
-        * spec.shape.vocab_size
-        * spec.shape.hidden
-        / spec.size("tp")
-        / target.bytes_per_s
-        / spec.size("pp")
-    )
+    moved = 5.6 * each * spec.shape.vocab_size * spec.shape.hidden / spec.size("tp")
+    return moved / target.bytes_per_s / spec.size("pp")
 
 
 def _exposed(sent: CommunicationTime, computing: float, passes: int, contention: float) -> float:

@@ -38,14 +38,8 @@ def beside(search: Search, lab: Trials, others: Mapping[str, Recipe]) -> list[di
     found = []
     for name, recipe in others.items():
         search.report(search, f"beside: {name}")
-        row: dict[str, Any] = {
-            "name": name,
-            "status": "ok",
-            "reason": None,
-            "tokens_per_s": None,
-            "peak_memory_bytes": None,
-            "gain": None,
-        }
+        unknown = dict.fromkeys(("reason", "tokens_per_s", "peak_memory_bytes", "gain"))
+        row: dict[str, Any] = {"name": name, "status": "ok", **unknown}
         try:
             result = lab.trial("beside", recipe, TrialLimit(LIMIT_S, patient=True))
         except RushError as error:  # its micro batch does not divide the tokens of a trial
