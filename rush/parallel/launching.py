@@ -17,8 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from rush.errors import DataError, Diverged, MachineError, RankLost, RecipeError
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
 
 INTERRUPTED = 130
 FINAL = (
@@ -96,20 +100,14 @@ def _log(message: str) -> None:
     print(f"rush: {message}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _run_once(num_ranks: int, arguments: list[str]) -> LaunchResult:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def local_config(num_ranks: int, **options: Any) -> LaunchConfig:
+    """The launcher's settings for ranks that are all on this machine."""
+    from torch.distributed.launcher.api import LaunchConfig
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(STOP_LIMIT_S))
-    # torch's own warnings would come before the one message that helps; it reads the level on import.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # All ranks are on this machine; its host name need not resolve.
+    # The machine's host name need not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    config = LaunchConfig(
+    return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
@@ -117,10 +115,22 @@ def _run_once(num_ranks: int, arguments: list[str]) -> LaunchResult:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,  # restarts are decided here, by exit codes
-        monitor_interval=0.1,
         local_addr="localhost",
-        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+        **options,
     )
+
+
+def _run_once(num_ranks: int, arguments: list[str]) -> LaunchResult:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(STOP_LIMIT_S))
+    # torch's own warnings would come before the one message that helps; it reads the level on import.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    config = local_config(num_ranks, monitor_interval=0.1, signals_to_handle="SIGTERM,SIGHUP,SIGQUIT")
     try:
         with _interrupts():
             elastic_launch(config, sys.executable)("-m", "rush", *arguments)

@@ -7,11 +7,12 @@ which has a loader and held-out batches.
 from __future__ import annotations
 
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -52,48 +53,39 @@ TRIAL_PAIRS = 256
 """Pairs that a trial reads: the reference pass over all of them would take longer than the trial."""
 
 
-class Corpus(Protocol):
-    @property
-    def folder(self) -> Path: ...
+@dataclass(frozen=True)
+class Corpus(ABC):
+    folder: Path
+    tokenizer: Tokenizer
+    digest: str
+    """Of the tokens; a resumed run must find the same."""
 
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-
-    @property
-    def digest(self) -> str:
-        """Digest of the tokens; a resumed run must find the same."""
-        ...
-
+    @abstractmethod
     def loader(self, recipe: Recipe, options: Mapping[str, Any], *, same_samples: int | None = None) -> Steps:
         """The training samples in the run's order; techniques set `options`.
 
         With `same_samples` every step holds that many documents, the same ones whatever the packing.
         """
-        ...
 
+    @abstractmethod
     def validation(self, recipe: Recipe, options: Mapping[str, Any]) -> Iterator[Batch]:
         """The held-out batches, the same ones every time."""
-        ...
 
+    @abstractmethod
     def largest(self, recipe: Recipe, options: Mapping[str, Any], split: Split = "train") -> Batch:
         """The micro batch of the split that takes most memory."""
-        ...
 
     def ready_for(
         self, run: Run, weights: dict[str, torch.Tensor] | None, beside: Path | None, *, resumed: bool = False
     ) -> Corpus:
         """The corpus with the reference's log-probabilities, for preferences. They are kept in the folder `beside`; a trial has
         none, and reads only the first pairs."""
-        ...
+        return self
 
 
 @dataclass(frozen=True)
-class TokenCorpus:
+class TokenCorpus(Corpus):
     """A token stream, read in windows."""
-
-    folder: Path
-    tokenizer: Tokenizer
-    digest: str
 
     def loader(
         self, recipe: Recipe, options: Mapping[str, Any], *, same_samples: int | None = None
@@ -115,23 +107,14 @@ class TokenCorpus:
 
     def largest(self, recipe: Recipe, options: Mapping[str, Any], split: Split = "train") -> Batch:
         dataset = TokenDataset(self.folder, split, recipe.batch.sequence)
-        return make_batch(
-            dataset, [index % len(dataset) for index in range(recipe.micro)]
-        )  # all have the same size
-
-    def ready_for(
-        self, run: Run, weights: dict[str, torch.Tensor] | None, beside: Path | None, *, resumed: bool = False
-    ) -> Corpus:
-        return self
+        # All have the same size.
+        return make_batch(dataset, [index % len(dataset) for index in range(recipe.micro)])
 
 
 @dataclass(frozen=True)
-class DocumentCorpus:
+class DocumentCorpus(Corpus):
     """Documents with labels; for preferences in pairs, with the reference's log-probabilities."""
 
-    folder: Path
-    tokenizer: Tokenizer
-    digest: str
     references: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     most: int | None = None
     """MemoryLimit on the documents to train on."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import shlex
 import signal
@@ -20,7 +19,6 @@ import sys
 import time
 import tomllib
 import traceback
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from rush.hub.folders import starting_weights
 from rush.lab.trial.result import TrialResult, settle
 from rush.lab.trial.timing import Stepper, Timing, time_steps
 from rush.parallel import AXES, Ranks, join, started_rank
+from rush.parallel.launching import local_config
 from rush.parallel.slurm_ranks import set_rank_variables
 from rush.profiling.observe import observe
 from rush.recipe import Recipe
@@ -74,32 +73,15 @@ def lead(spec: Mapping[str, Any], result: TrialResult) -> None:
 def _start(num_ranks: int, spec: Mapping[str, Any], path: str) -> dict[int, int]:
     """The exit codes of the ranks that failed (negative: the signal)."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # All ranks are here; a host name that resolves to nowhere must not matter.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.05,
-        start_method=_start_method(spec["machine"]["device"]),
-        local_addr="localhost",
-    )
+    start_method = "fork" if sys.platform == "linux" and spec["machine"]["device"] != "cuda" else "spawn"
+    config = local_config(num_ranks, monitor_interval=0.05, start_method=start_method)
     try:
         elastic_launch(config, be_rank)(spec, path)
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     return {}
-
-
-def _start_method(device: str) -> str:
-    return "fork" if sys.platform == "linux" and device != "cuda" else "spawn"
 
 
 def _start_by(launcher: str, num_ranks: int, result: Path) -> None:
