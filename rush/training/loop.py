@@ -155,11 +155,10 @@ def _train(
         note=view.note,
         room=partial(room_for_copies, run.device, run.limit),
     )
+    session = Session(recipe, run, folder, corpus, loader, sinks, view, saver, status)
     try:
         if not ranks.main:
-            return Session(recipe, run, folder, corpus, loader, None, sinks, view, saver, status).go(
-                done, tokens
-            )
+            return session.go(done, tokens)
         # Only now does the folder hold a run: a start that failed earlier can simply be repeated.
         write_atomic(folder.recipe, write_toml(recipe))
         write_json_atomic(folder.machine, machine.to_dict())
@@ -171,10 +170,8 @@ def _train(
             RowWriter(folder.samples, SampleRow) as samples,
             RowWriter(folder.saves, SaveRow) as saves,
         ):
+            session.rows = metrics, samples
             saver.after = lambda saved: _record_save(saved, saves, store, recipe.run.keep)
-            session = Session(
-                recipe, run, folder, corpus, loader, (metrics, samples), sinks, view, saver, status
-            )
             return session.go(done, tokens)
     finally:
         loader.close()

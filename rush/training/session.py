@@ -81,12 +81,12 @@ class Session:
     folder: RunFolder
     corpus: Corpus
     loader: Any
-    rows: tuple[RowWriter[MetricsRow], RowWriter[SampleRow]] | None
-    """Metrics and samples, on rank 0."""
     sinks: list[MetricSink]
     view: View
     saver: Saver
     status: RunStatus
+    rows: tuple[RowWriter[MetricsRow], RowWriter[SampleRow]] | None = None
+    """Metrics and samples, on rank 0."""
     prepared: bool = False
     """Whether memory for copies of the state is allocated."""
     last_step: float = math.inf
