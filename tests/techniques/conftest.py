@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
@@ -11,3 +12,19 @@ import pytest
 def _fresh_compiler() -> None:
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def _interpreted_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the slow tests graphs are traced, differentiated, partitioned, and interpreted: C++ takes ten seconds each.
+
+    In the walk over all techniques (test_registry.py) they are compiled.
+    """
+    if "not slow" in request.config.getoption("-m") and request.path.name != "test_registry.py":
+        from torch._dynamo.backends.debugging import aot_eager_decomp_partition
+        from torch._inductor import compile_fx
+
+        def interpret(graph: Any, inputs: Any, *unused: Any, **ignored: Any) -> Any:
+            return aot_eager_decomp_partition(graph, inputs)
+
+        monkeypatch.setattr(compile_fx, "compile_fx", interpret)
