@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from rush.lab.ladder.findings import FORMULAS, Baselines, RungState, rung_of  # noqa: E402
 from rush.lab.ladder.ladder_file import LadderPlan, MeasureConfig, ParityConfig, SearchConfig, read_table  # noqa: E402
 from rush.lab.paired import floors_of  # noqa: E402
-from rush.lab.statistics import centre  # noqa: E402
+from rush.lab.statistics import center  # noqa: E402
 from rush.lab.trial.runner import Bench, open_bench  # noqa: E402
 from rush.recipe import Recipe  # noqa: E402
 from rush.recipe_io import changed, load_recipe, write_toml  # noqa: E402
@@ -77,7 +77,7 @@ def say(text: str) -> None:
 def _told(state: RungState) -> str:
     if not state.measured:
         return f"{state.status}: {state.reason}"
-    return f"{centre(state.processes):,.0f} tokens/s, {state.peak_memory[0] / 2**30:.2f} GiB"
+    return f"{center(state.processes):,.0f} tokens/s, {state.peak_memory[0] / 2**30:.2f} GiB"
 
 
 def _record(bench: Bench, states: Sequence[RungState], started: str, *, finished: bool) -> LadderRecord:

@@ -7,7 +7,7 @@ gradient checkpointing switched on by the library's own call.
 A quantized model is usually made by `from_pretrained` with a `BitsAndBytesConfig`. There is no folder to load here, so
 the same layers (`Linear4bit`: NF4, double quantization, bf16 compute, the head left out) are put in while the model
 has no memory, and each gets random weights on the device, drawn in bf16 and quantized one at a time: the model never
-exists in full. `prepare_model_for_kbit_training` is not called, in the baseline's favour: it would hold embeddings, head
+exists in full. `prepare_model_for_kbit_training` is not called, in the baseline's favor: it would hold embeddings, head
 and norms in fp32, 2 GiB more for an 8B model.
 """
 

@@ -25,7 +25,7 @@ from rush.lab.statistics import (
     Array,
     Floor,
     Ratio,
-    centre,
+    center,
     floor_near,
     floor_of,
     logs_of_medians,
@@ -79,7 +79,7 @@ def quotient(first: Sequence[Timed], second: Sequence[Timed]) -> float:
     """The same without an interval."""
     found = _side_by_side(first, second)
     if found is None:
-        return centre(_rates(second)) / centre(_rates(first))
+        return center(_rates(second)) / center(_rates(first))
     return math.exp(middle_of_pairs(*found))
 
 
@@ -94,7 +94,7 @@ def floors_of(recipes: Recipes, least: float = 0.0) -> Floors:
 
 
 def floors_near(recipes: Recipes, least: float = 0.0) -> list[Floors]:
-    """The noise floors at every place in a line of recipes where neighbours are alike: from the nearest that tell."""
+    """The noise floors at every place in a line of recipes where neighbors are alike: from the nearest that tell."""
     every = [_rates(processes) for processes in recipes]
     within = {place: logs for place, p in enumerate(recipes) if (logs := _apart(p)) is not None}
     found = []

@@ -83,14 +83,14 @@ class Floor:
         return max(self.least, student_quantile(self.freedom) * error)
 
 
-def centre(processes: Processes) -> float:
+def center(processes: Processes) -> float:
     """The median of the processes' medians: one disturbed process of three does not move it."""
     return float(np.median([np.median(samples) for samples in processes]))
 
 
 def median_interval(processes: Processes, seed: int = 0) -> Interval:
     """The median over processes with its 95 % interval, by resampling processes and samples in them."""
-    middle = centre(processes)
+    middle = center(processes)
     # In logarithms, as rates and times vary by factors; so no interval reaches below zero.
     drawn = np.log(_resampled(processes, np.random.default_rng(seed)))
     spread = _widened(drawn, math.log(middle), len(processes))
@@ -102,11 +102,11 @@ def median_interval(processes: Processes, seed: int = 0) -> Interval:
 def ratio_of_medians(first: Processes, second: Processes, floor: Floor, seed: int = 0) -> Ratio:
     """By how much `second` exceeds `first` (both rates), with an interval no narrower than the floor."""
     rng = np.random.default_rng(seed)
-    middle = math.log(centre(second)) - math.log(centre(first))
+    middle = math.log(center(second)) - math.log(center(first))
     parts = []
     for processes, sign in ((first, -1.0), (second, 1.0)):
         drawn = np.log(_resampled(processes, rng))
-        own = math.log(centre(processes))
+        own = math.log(center(processes))
         parts.append(sign * (_widened(drawn, own, len(processes)) - own))
     low, high = np.quantile(parts[0] + parts[1], (0.025, 0.975))
     least = floor.half_width(len(first), len(second))
@@ -185,7 +185,7 @@ def floor_of(recipes: Iterable[Array], least: float = 0.0) -> Floor:
 
 
 def floor_near(recipes: Sequence[Processes], place: int, least: float = 0.0) -> Floor:
-    """The noise floor at a place in a line of recipes where neighbours are alike: from the nearest measured twice."""
+    """The noise floor at a place in a line of recipes where neighbors are alike: from the nearest measured twice."""
     twice = [other for other, processes in enumerate(recipes) if len(processes) > 1]
     nearest = sorted(twice, key=lambda other: abs(other - place))[:NEAR]
     return noise_floor([recipes[other] for other in nearest], least)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rush.errors import RecipeError, nearest
 from rush.lab.paired import Floors, Timed, compare
-from rush.lab.statistics import Floor, Ratio, centre
+from rush.lab.statistics import Floor, Ratio, center
 from rush.techniques import Parity
 from rush.tune.forecast import Prediction
 
@@ -57,7 +57,7 @@ class TuneResult:
 
     @property
     def speed(self) -> float:
-        return centre([self.rates])
+        return center([self.rates])
 
     def pooled(self, other: TuneResult) -> TuneResult:
         """This trial pooled with another of the same recipe."""

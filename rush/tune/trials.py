@@ -15,7 +15,7 @@ from typing import Any
 
 from rush.lab.ladder.ladder_file import LadderPlan, MeasureConfig, ParityConfig, SearchConfig
 from rush.lab.parity.judge import parity_of
-from rush.lab.statistics import centre
+from rush.lab.statistics import center
 from rush.lab.trial.runner import Bench
 from rush.lab.trial.timing import COMMON, rates, timed
 from rush.lab.trial.trial import Outcome
@@ -215,7 +215,7 @@ class Trials:
             predicted = self.planner.predict(short)
             if isinstance(predicted, Prediction):
                 self.slower = max(
-                    1.0, predicted.tokens_per_s / centre([rates(outcome.found["timing"], "processed")])
+                    1.0, predicted.tokens_per_s / center([rates(outcome.found["timing"], "processed")])
                 )
         return result
 
@@ -240,7 +240,7 @@ def _result(outcome: Outcome, parity: dict[str, Any] | None = None) -> TuneResul
         parity,
         {
             "counted": timing["counted"],
-            "processed": centre([rates(timing, "processed")]),
+            "processed": center([rates(timing, "processed")]),
             "waits": timing["data_wait_ms"] / 1000 / statistics.median(timing["samples_s"]),
             "hopeless": timing["hopeless"],
             "load": timing["environment"].get("load"),

@@ -7,7 +7,7 @@ import pytest
 
 from rush.lab.statistics import (
     Floor,
-    centre,
+    center,
     floor_near,
     median_interval,
     noise_floor,
@@ -32,7 +32,7 @@ def test_students_quantile_is_the_tabulated_one(freedom: int, known: float) -> N
 
 
 def test_one_disturbed_process_of_three_does_not_move_the_centre() -> None:
-    assert centre([[100, 101, 99], [100, 100, 102], [10, 11, 12]]) == 100
+    assert center([[100, 101, 99], [100, 100, 102], [10, 11, 12]]) == 100
 
 
 def test_the_interval_of_a_median_has_its_nominal_coverage() -> None:

@@ -164,8 +164,8 @@ def _poisoned(value: Any, key: str = "") -> Any:
     return f"{value}{HOSTILE}" if isinstance(value, str) and key not in _CONTROL else value
 
 
-def _measure(draw: random.Random, centre: float, processes: int = 2, each: int = 12) -> Table:
-    rows = [[centre * draw.gauss(1, 0.006) for _ in range(each)] for _ in range(processes)]
+def _measure(draw: random.Random, center: float, processes: int = 2, each: int = 12) -> Table:
+    rows = [[center * draw.gauss(1, 0.006) for _ in range(each)] for _ in range(processes)]
     samples = [value for row in rows for value in row]
     median = statistics.median(samples)
     half = 1.96 * statistics.stdev(samples) / math.sqrt(len(samples)) * 1.25

@@ -44,7 +44,7 @@ come out between 1 and no more than 1 − 1.8 / steps of a power of ten, where t
 def encode(x, inverse, SIGNED: tl.constexpr):
     """The code of the value nearest to each x · inverse / STRETCH, of magnitude at most 1 (below it for negative ones).
 
-    Either of two neighbours may win within 2·10⁻⁶ of the middle between them.
+    Either of two neighbors may win within 2·10⁻⁶ of the middle between them.
     """
     MORE: tl.constexpr = 0 if SIGNED else 1  # twice the steps, where no code is needed for a sign
     size = tl.abs(x) * inverse

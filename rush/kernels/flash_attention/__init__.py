@@ -35,7 +35,7 @@ def flash_attention(
 ) -> Tensor:
     """softmax(scale · q kᵀ) v, where each query sees the keys up to its own (all of them if not `causal`).
 
-    Several query heads may share a key/value head: h is a multiple of k, and neighbouring query heads share.
+    Several query heads may share a key/value head: h is a multiple of k, and neighboring query heads share.
     `scale` is 1/√d unless given. With `documents` a query sees its own document only, and nothing of another can
     change its output or gradients by a bit: ids [b, t] (a document is a run of one id), or the cumulative lengths
     [n + 1] of documents that lie one after the other in one row (0 first, t last), or, where several calls share

@@ -1,7 +1,7 @@
 """Where each position's document begins and ends: the form in which the kernel takes packed documents.
 
-Documents are runs of neighbouring positions, so two whole numbers a position say all that a mask of
-length × length would, and the first and last of a tile's numbers say which tiles it can skip.
+Documents are runs of neighboring positions, so two integers per position replace a mask of
+length × length, and the first and last of a tile's numbers decide which tiles it can skip.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention as its definition says it, with the whole score matrix: what the kernel is held against.
+"""Attention by its definition, with the whole score matrix: the reference of the kernel.
 
 Shapes: b batch, t and s positions, h query heads, k key/value heads, d head dim.
 """

@@ -21,7 +21,7 @@ HEAD_DIMS = (16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class Tiles:
-    """One way to cut a kernel's work."""
+    """Tile sizes and launch settings of a kernel."""
 
     rows: int
     """Queries of a tile."""
@@ -40,7 +40,7 @@ class Tiles:
 
 
 # The first of each list is what is used; the others are what scripts/tune_attention.py tries beside it. Several small
-# programs on a multiprocessor hide each other's waits; one large one reads less. Which wins is a matter of measuring.
+# programs on a multiprocessor hide each other's waits; one large one reads less. Only a measurement shows which wins.
 HOPPER: dict[tuple[Part, int], tuple[Tiles, ...]] = {
     ("forward", 64): (
         Tiles(64, 128, warps=4, stages=2, tma=True),
@@ -105,20 +105,16 @@ HOPPER: dict[tuple[Part, int], tuple[Tiles, ...]] = {
 }
 # Before Hopper there is less shared memory (99 KiB a block on consumer cards) and no copy engine.
 OLDER: dict[Part, Tiles] = {"forward": Tiles(64, 64), "dq": Tiles(64, 32), "dkdv": Tiles(32, 64)}
-# Products in fp32 do not use the tensor cores here: every one is made by the ordinary units, exactly.
+# fp32 matmuls do not use the tensor cores here: the fp32 units compute them exactly.
 FP32: dict[Part, Tiles] = {part: Tiles(16, 16, warps=4, stages=1) for part in PARTS}
 # Small enough that short sequences have several, large enough that there are few: the interpreter is slow by the tile.
-FOR_THE_INTERPRETER: dict[Part, Tiles] = {
-    "forward": Tiles(64, 32),
-    "dq": Tiles(64, 64),
-    "dkdv": Tiles(64, 64),
-}
+INTERPRETED: dict[Part, Tiles] = {"forward": Tiles(64, 32), "dq": Tiles(64, 64), "dkdv": Tiles(64, 64)}
 
 
 def choose(part: Part, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:
-    """How to cut this kernel's work here."""
+    """The tiles of this kernel on this device."""
     if support.INTERPRETED:
-        return FOR_THE_INTERPRETER[part]
+        return INTERPRETED[part]
     if dtype == torch.float32:
         return FP32[part]
     if torch.cuda.get_device_capability(device) == (9, 0):

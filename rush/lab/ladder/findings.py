@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from rush.lab.ladder.ladder_file import Addition
 from rush.lab.paired import Floors, Timed, compare, unevenness
-from rush.lab.statistics import Interval, Ratio, centre, median_interval
+from rush.lab.statistics import Interval, Ratio, center, median_interval
 from rush.lab.trial.state import TrialState
 from rush.lab.trial.timing import KINDS, rates
 from rush.lab.trial.trial import Outcome
@@ -188,7 +188,7 @@ def _figures(state: RungState, baselines: Baselines) -> RungRecord:
     assert state.recipe is not None
     timings, first = state.timings, state.timings[0]
     speed = median_interval(state.processes)
-    kinds = {kind: centre([rates(timing, kind) for timing in timings]) for kind in KINDS}
+    kinds = {kind: center([rates(timing, kind) for timing in timings]) for kind in KINDS}
     steps = [[1000 * seconds for seconds in t["samples_s"]] for t in timings]
     work = _work(state)
     dtype = first.get("rate_dtype", first["dtype"])
@@ -255,8 +255,8 @@ def drift_of(first: Sequence[Timed], again: Sequence[Timed], floors: Floors) -> 
     """The change of the first recipe when it is measured again at the end."""
     moved = compare(first, again, floors)
     return {
-        "first": centre([process.rates for process in first]),
-        "again": centre([process.rates for process in again]),
+        "first": center([process.rates for process in first]),
+        "again": center([process.rates for process in again]),
         "ratio": moved.ratio,
         "ci95": [moved.low, moved.high],
         "flagged": moved.real,

@@ -4,7 +4,7 @@ A larger batch uses the device better until it is busy all the time; from there 
 the curve is measured at powers of two up to what fits, and the point is named where doubling stops paying.
 Memory grows by a straight line in the batch, and two trials fix the line: sizes it puts far beyond the
 device are not tried. What is left between the largest that fitted and the smallest that did not is halved
-until they are neighbours.
+until they are neighbors.
 """
 
 from __future__ import annotations

@@ -46,10 +46,10 @@ FORMULAS = {
     "memory_bytes": f"of every rank: {LADDER['peak_memory_bytes']}",
     "parity": "against one rank with the same techniques, from the same weights on the same batches: loss and gradient norm of "
     "every step, in fp32 to 1e-5 and 1e-4",
-    "predicted_tokens_per_s": "by `rush plan`, from the rates measured on this machine's GPUs and the links its catalogue has; "
+    "predicted_tokens_per_s": "by `rush plan`, from the rates measured on this machine's GPUs and the links its catalog has; "
     "no number of this study is in it",
     "bus_bytes_per_s": "bytes of the whole buffer over the time of the slowest rank, times 2(n-1)/n for an all-reduce, (n-1)/n "
-    "for an all-gather or a reduce-scatter, 1 for a message to a neighbour: what each link carries, as nccl-tests "
+    "for an all-gather or a reduce-scatter, 1 for a message to a neighbor: what each link carries, as nccl-tests "
     "defines it (NVIDIA/nccl-tests, doc/PERFORMANCE.md)",
 }
 
