@@ -54,8 +54,8 @@ class TokenizeDocuments(PipelineStep):  # type: ignore[misc]
         self, data: Iterable[TroveDocument] | None = None, rank: int = 0, world_size: int = 1
     ) -> Iterator[TroveDocument]:
         tokenizer = Tokenizer.load(self.tokenizer_folder)
-        incoming, beside = itertools.tee(data or ())
-        documents = (Document(document.text, document.id) for document in beside)
+        incoming, copy = itertools.tee(data or ())
+        documents = (Document(document.text, document.id) for document in copy)
         pairs = encoded_documents(documents, tokenizer)
         for document, (_, ids) in zip(incoming, pairs, strict=True):
             document.metadata["ids"] = ids

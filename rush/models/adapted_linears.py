@@ -1,6 +1,6 @@
 """Frozen linear layers of one input with their adapters, as one operator that adds the low-rank update in place.
 
-Out of place, adding a low-rank product to a layer's output copies that output, and the input's gradient gets a second
+Out of place, adding a low-rank update to a layer's output copies that output, and the input's gradient gets a second
 tensor of its size, added afterwards: passes over the widest activations. Here the low-rank matmul is written first and
 the frozen matmul accumulates into it, which hides the read.
 

@@ -85,7 +85,7 @@ def split(shape: Shape, num_stages: int, sequence: int, balance: str = "flops") 
 class StageModule(nn.Module):
     """The forward of one pipeline stage. It shares the modules of its model and does not own their weights.
 
-    The schedule calls it with the output of the previous stage (nothing, for the first one); `call`, set by whoever runs the
+    The schedule calls it with the output of the previous stage (nothing, for the first one); `call`, set by the runner of the
     schedule, does the rest.
     """
 

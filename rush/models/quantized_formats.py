@@ -204,5 +204,5 @@ def register_dequantizer(name: str, dequantize: Dequantize) -> None:
 def dequantize(
     dequantizer: str, parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """The dense weight; a form's own name stands for its library's implementation."""
+    """The dense weight; by default by the format's own library."""
     return _DEQUANTIZERS[dequantizer](parts, dims, dtype)

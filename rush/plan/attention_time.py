@@ -19,7 +19,7 @@ TILE = 128
 """Kernels compute whole tiles, also on the diagonal, half of which is masked."""
 FORWARD = 0.27
 """Fraction of a kernel's time in the forward pass: two matmuls of seven, measured 0.18 to 0.29."""
-BESIDE = 14
+EXTRA_BYTES = 14
 """Bytes per output element that kernels move in addition: backward, output and its gradient are read for their row sums, and
 the queries' gradient, accumulated in fp32, is zeroed, read and written in 16 bits."""
 
@@ -58,8 +58,8 @@ def attention_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) 
     reached = efficiency.attention.get(work.by["attention"], work.number("attention"))
     reached *= efficiency.wide_heads if shape.head_dim >= 128 else 1.0
     reached *= FULL_PRECISION if dtype == "float32" else 1.0
-    beside = BESIDE * spec.tokens * width / (target.bytes_per_s * efficiency.fused)
-    return arithmetic / (target.rate(dtype) * reached) + beside
+    extra = EXTRA_BYTES * spec.tokens * width / (target.bytes_per_s * efficiency.fused)
+    return arithmetic / (target.rate(dtype) * reached) + extra
 
 
 def _plain(spec: Spec, target: TargetMachine, efficiency: Efficiencies, forwards: float) -> float:

@@ -76,16 +76,16 @@ def _weights(spec: Spec, target: TargetMachine, reached: float) -> Communication
     weights, effects = weights_of(spec), spec.effects
     share = spec.size("tp") * spec.size("pp")
     each = effects.size("gradients", 4)
-    held = spec.shape.num_layers * (weights.block_linear + weights.block_other)
-    held = (held + weights.embedding + weights.head) / share
+    blocks = spec.shape.num_layers * (weights.block_linear + weights.block_other)
+    held = (blocks + weights.embedding + weights.head) / share
     learned = spec.shape.num_layers * weights.adapters / share if effects.factor("frozen") else held
     shards, replicas, cp = spec.size("fsdp"), spec.size("ddp"), spec.size("cp")
     total = CommunicationTime()
     if shards > 1 or (cp > 1 and spec.uses("fsdp")):
         group, rate = shards * cp, bandwidth(spec, target, "fsdp", reached)
         each_weight = effects.size("gathered", effects.size("parameters", 4))
-        blocks = spec.shape.num_layers * weights.block_linear / share
-        gathered = each_weight * (held - blocks) + effects.size("blocks", each_weight) * blocks
+        linear = spec.shape.num_layers * weights.block_linear / share
+        gathered = each_weight * (held - linear) + effects.size("blocks", each_weight) * linear
         per_pass = not effects.factor("gathered")
         gathers = 2 * spec.passes if per_pass else 1
         # Pipeline schedules keep gradients until the last pass.

@@ -146,7 +146,7 @@ def offloaded_bytes(spec: Spec, blocks: float) -> float:
 
 
 def _ranks(spec: Spec) -> float:
-    """Columns of all thin products of a block's adapters."""
+    """Columns of all low-rank matmuls of a block's adapters."""
     found = adapting(spec)
     return found[0] * len(adapted(spec.shape, found[1])) if found else 0
 
@@ -218,10 +218,10 @@ def _stage_memory(spec: Spec, stage: PipelineStage) -> StepMemory:
     held = RankState(spec, stage, weights)
     each = block_tensors(spec)
     kept = {term: size * tokens * stage.blocks * stage.in_flight for term, size in each.items()}
-    again = block_tensors(spec, whole=True) if effects.keeps is not None else {}
+    recomputed = block_tensors(spec, whole=True) if effects.keeps is not None else {}
     if joined_bytes := joined(spec):
-        kept["adapters"] = kept.get("adapters", 0.0) + joined_bytes * (1 if again else stage.blocks)
-    again_bytes = tokens * (sum(again.values()) - sum(each.values())) if again else 0.0
+        kept["adapters"] = kept.get("adapters", 0.0) + joined_bytes * (1 if recomputed else stage.blocks)
+    recomputed_bytes = tokens * (sum(recomputed.values()) - sum(each.values())) if recomputed else 0.0
     ends = _final(spec) * tokens if stage.last else 0.0
     forward, backward, head = _loss(spec, stage)
     working = _working(spec) * tokens + dequantized_bytes(spec)
@@ -230,9 +230,9 @@ def _stage_memory(spec: Spec, stage: PipelineStage) -> StepMemory:
                          "casts": held.casts(always=True)},
         "loss": {**held.state(0), "activations": sum(kept.values()) + ends, "logits": backward + head,
                  "casts": held.casts()},
-        "last block": {**held.state(1), "activations": sum(kept.values()) + again_bytes, "working": working,
+        "last block": {**held.state(1), "activations": sum(kept.values()) + recomputed_bytes, "working": working,
                        "logits": held.head_gradient(), "casts": held.casts()},
-        "first block": {**held.state(stage.blocks - 1), "activations": sum((again or each).values()) * tokens,
+        "first block": {**held.state(stage.blocks - 1), "activations": sum((recomputed or each).values()) * tokens,
                         "working": working, "logits": held.head_gradient()},
         "end of backward pass": {**held.state(stage.blocks),
                                  "working": held.second_head() + 2 * effects.size("stream", 4) * spec.shape.hidden * tokens},

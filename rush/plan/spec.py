@@ -194,11 +194,11 @@ def _weights(shape: Shape, adapters: tuple[int, str] | None) -> Weights:
             ends = {"embedding": "embedding", "positions": "embedding", "head": "head"}
             counts[ends.get(parameter.role, "final")] += parameter.count
         largest = max(largest, parameter.count)
-    beside = 0
+    adapter_parameters = 0
     if adapters is not None:
         rank, roles = adapters
-        beside = sum(rank * sum(parameter.dims) for parameter in adapted(shape, roles))
-    return Weights(*counts.values(), beside, largest)
+        adapter_parameters = sum(rank * sum(parameter.dims) for parameter in adapted(shape, roles))
+    return Weights(*counts.values(), adapters=adapter_parameters, largest=largest)
 
 
 def matmul_dtype(spec: Spec) -> str:

@@ -152,7 +152,7 @@ class Outlook:
         return recipe
 
     def _without_idle(self, recipe: Recipe, own: set[str], rules: Rules) -> Recipe:
-        """Without techniques that were added early and gain nothing beside later ones."""
+        """Without techniques that were added early and gain nothing with the later ones."""
         for name, _ in recipe.technique_uses():
             made = without(recipe, [name], rules) if name not in own else None
             if isinstance(made, Move) and self._sure(made.recipe) and self.expected(made, recipe) >= 1:

@@ -11,7 +11,7 @@ from rush.errors import DataError, RecipeError
 
 
 def stream(corpus_file: Path, tokenizer: Tokenizer, split: str) -> tuple[list[int], list[Document]]:
-    """The line of tokens a split must be, from the source itself, and the document of each token."""
+    """The token stream a split must be, from the source itself, and the document of each token."""
     tokens: list[int] = []
     owners: list[Document] = []
     for document in open_source("files", [str(corpus_file)]):

@@ -198,11 +198,11 @@ def test_a_compiled_model_is_one_graph_and_equal(
 
 def test_a_deep_copy_is_tied_and_independent(family_shape: Shape) -> None:
     model = build_model(family_shape)
-    twin = copy.deepcopy(model)
-    assert twin.head.weight is twin.embedding.weight
+    copied = copy.deepcopy(model)
+    assert copied.head.weight is copied.embedding.weight
     with torch.no_grad():
-        twin.embedding.weight.add_(1)
-    assert not torch.equal(model.embedding.weight, twin.embedding.weight)
+        copied.embedding.weight.add_(1)
+    assert not torch.equal(model.embedding.weight, copied.embedding.weight)
 
 
 # --- the tied head and the state -------------------------------------------------------------------------

@@ -98,9 +98,9 @@ def test_a_bf16_model_stays_as_close_to_fp32_as_the_reference_does(
     with torch.no_grad():
         exact = ours(tokens)
         found = ours.to(torch.bfloat16)(tokens)
-        rival = theirs.to(torch.bfloat16)(tokens).logits.float()
+        reference = theirs.to(torch.bfloat16)(tokens).logits.float()
     assert found.dtype == torch.float32
-    assert relative_error(found, exact) < 1.5 * relative_error(rival, exact)
+    assert relative_error(found, exact) < 1.5 * relative_error(reference, exact)
 
 
 def test_transformers_reads_what_we_read(family_shape: Shape, reference: Reference, tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_a_killed_search_resumes_and_its_recipe_trains(small_recipe: Path, tmp_p
     assert "unchanged: known from before" in said
     record = read_tune(folder)
     for name, content in before.items():
-        assert (folder / "trials" / name).read_bytes() == content, "a trial was made again"
+        assert (folder / "trials" / name).read_bytes() == content, "a trial was repeated"
     assert record["winner"] is not None
     assert record["winner"]["parity"]["verdict"] == "equal"
     assert record["spent_s"] <= 130

@@ -128,15 +128,15 @@ def _check_target(target: JoinTarget, inputs: Inputs, force: bool) -> None:
             raise RecipeError(
                 f"--output {target.path} would replace the input {path}; choose another --output."
             )
-    beside = target.removed if target.one_file else target.path
-    if not beside.is_dir() or not any(beside.iterdir()):
+    report_folder = target.removed if target.one_file else target.path
+    if not report_folder.is_dir() or not any(report_folder.iterdir()):
         return
-    if not (beside / REPORT).is_file():
+    if not (report_folder / REPORT).is_file():
         raise RecipeError(
-            f"{beside} was not written by a cleaning run and is not replaced; move it, or choose another --output."
+            f"{report_folder} was not written by a cleaning run and is not replaced; move it, or choose another --output."
         )
     if not force and not target.working.is_dir():  # a run killed between its last two renames leaves both
-        raise RecipeError(exists(beside))
+        raise RecipeError(exists(report_folder))
 
 
 def _check_pipeline(pipeline: CleaningPipeline) -> None:
