@@ -105,8 +105,15 @@ def test_outputs_and_gradients_are_those_of_the_formula_out_of_place(
     same(gradients(got, x, layers), gradients(wanted, x, layers), relative)
 
 
-@pytest.mark.parametrize("form", [None, NF4], ids=["plain", "nf4"])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("count", "form"),
+    [
+        pytest.param(1, None, marks=pytest.mark.slow, id="1-plain"),
+        pytest.param(1, NF4, id="1-nf4"),
+        pytest.param(3, None, id="3-plain"),
+        pytest.param(3, NF4, marks=pytest.mark.slow, id="3-nf4"),
+    ],
+)
 def test_compiled_it_is_one_graph_and_bit_identical(count: int, form: Form | None) -> None:
     layers, x = layers_of(count, torch.float32, form=form), input_of(torch.float32)
     compiled = torch.compile(lambda x: ours(x, layers), fullgraph=True)
