@@ -201,8 +201,8 @@ def test_two_more_devices_are_never_slower() -> None:
 def test_a_search_is_answered_in_seconds() -> None:
     recipe = load_recipe("llama-3.1-8b", [FAST, "batch.sequence=32768", "batch.total_tokens=16777216"])
     began = time.process_time()
-    search(recipe, target_of("b200", 64))
-    assert time.process_time() - began < 12, "4 s on a quiet slow core"
+    search(recipe, target_of("b200", 256))
+    assert time.process_time() - began < 20, "7 s on a quiet slow core"
 
 
 def test_without_nvlink_the_search_chooses_less_communication() -> None:
