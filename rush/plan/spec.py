@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 
 from rush.errors import RecipeError
@@ -185,20 +185,18 @@ def weights_of(spec: Spec) -> Weights:
 
 @cache
 def _weights(shape: Shape, adapters: tuple[int, str] | None) -> Weights:
-    counts = dict.fromkeys(("linear", "other", "embedding", "head", "final"), 0)
-    largest = 0
+    counts = dict.fromkeys((one.name for one in fields(Weights)), 0)
     for parameter in list_parameters(shape):
         if parameter.name.startswith("blocks.0."):
-            counts["linear" if parameter.matmul else "other"] += parameter.count
+            counts["block_linear" if parameter.matmul else "block_other"] += parameter.count
         elif not parameter.name.startswith("blocks."):
             ends = {"embedding": "embedding", "positions": "embedding", "head": "head"}
             counts[ends.get(parameter.role, "final")] += parameter.count
-        largest = max(largest, parameter.count)
-    adapter_parameters = 0
+        counts["largest"] = max(counts["largest"], parameter.count)
     if adapters is not None:
         rank, roles = adapters
-        adapter_parameters = sum(rank * sum(parameter.dims) for parameter in adapted(shape, roles))
-    return Weights(*counts.values(), adapters=adapter_parameters, largest=largest)
+        counts["adapters"] = sum(rank * sum(parameter.dims) for parameter in adapted(shape, roles))
+    return Weights(**counts)
 
 
 def matmul_dtype(spec: Spec) -> str:
