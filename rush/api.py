@@ -184,7 +184,7 @@ def plan_recipe(
 ) -> PlannedRecipe:
     """Memory and time of a recipe on a machine of the catalog, or on this one; `devices` and `nodes` fill its layout."""
     from rush.plan import plan, spec_of
-    from rush.plan.micro_batch import settled
+    from rush.plan.micro_batch import with_chosen_micro
     from rush.plan.planning import fill_devices, unmet
     from rush.plan.target import find_target
 
@@ -195,7 +195,7 @@ def plan_recipe(
     if (devices is not None or nodes is not None) and target.devices != chosen.world:
         filled = fill_devices(layout, target.devices)
         chosen = changed(chosen, {f"layout.{axis}": n for axis, n in filled.items() if n != layout[axis]})
-    chosen = settled(chosen, target)
+    chosen = with_chosen_micro(chosen, target)
     found = plan(spec_of(chosen, target.kind), target, problems=unmet(chosen, target))
     return PlannedRecipe(**{one.name: getattr(found, one.name) for one in fields(found)})
 

@@ -193,7 +193,7 @@ def _watching(quiet: bool) -> Iterator[Any]:
     jumps: dict[str, str] = {}
 
     def show(record: TuneRecord, doing: str | None) -> None:
-        jumps.update(made_of(record))
+        jumps.update(planned_parts(record))
         live.update(tune_table(record, doing), refresh=True)
 
     with Live(console=console, auto_refresh=False) as live:
@@ -215,7 +215,7 @@ class _TuneLines:
             self.console.print(tune_table(record, None))
         elif doing is not None and doing != self.last:
             self.console.print(f"[{clock(record)}] {shortened(record, doing)}", markup=False)
-            for name, whole in made_of(record):
+            for name, whole in planned_parts(record):
                 if name not in self.described:
                     self.console.print(f"  {name} is {whole}", markup=False)
                     self.described.add(name)
@@ -230,7 +230,7 @@ def shortened(record: TuneRecord, doing: str) -> str:
     return names.get(key, "") + doing.removeprefix(key)
 
 
-def made_of(record: TuneRecord) -> list[tuple[str, str]]:
+def planned_parts(record: TuneRecord) -> list[tuple[str, str]]:
     """The planner's recipes with all their parts, where the short name does not list them."""
     names = short_names(record["candidates"])
     return [

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from rush.plan.efficiencies import Efficiencies
-from rush.plan.spec import Spec, Weights, adapted, adapting
+from rush.plan.spec import Spec, Weights, adapted_weights, adapter_settings
 from rush.plan.target import TargetMachine
 
 SHARED = {"k": "q", "v": "q", "mlp_up": "mlp_gate"}
@@ -22,12 +22,12 @@ def recomputed_share(spec: Spec, weights: Weights) -> float:
     return again if again < 1 else 1 - spec.shape.hidden * spec.shape.intermediate / weights.block_linear
 
 
-def joined(spec: Spec) -> float:
+def concatenated_a_bytes(spec: Spec) -> float:
     """Bytes of one block's concatenated matrices A: layers with one input share a matmul, which saves them."""
-    found = adapting(spec)
+    found = adapter_settings(spec)
     if found is None:
         return 0.0
-    rank, layers = found[0], adapted(spec.shape, found[1])
+    rank, layers = found[0], adapted_weights(spec.shape, found[1])
     groups = Counter(SHARED.get(layer.role, layer.role) for layer in layers)
     numbers = sum(rank * layer.dims[1] for layer in layers if groups[SHARED.get(layer.role, layer.role)] > 1)
     return spec.effects.size("compute", 4) * numbers
@@ -39,10 +39,10 @@ def adapters_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies, w
     Forward the input of each group of layers is read, and each output read and written. Backward the output's gradient is
     read for both matrices, the input for the gradient of A, and the input's gradient is accumulated.
     """
-    found = adapting(spec)
+    found = adapter_settings(spec)
     if found is None:
         return 0.0
-    rank, layers = found[0], adapted(spec.shape, found[1])
+    rank, layers = found[0], adapted_weights(spec.shape, found[1])
     inputs = {SHARED.get(layer.role, layer.role): layer.dims[1] for layer in layers}
     wide_in, wide_out = sum(inputs.values()), sum(layer.dims[0] for layer in layers)
     forward = wide_in + 2 * wide_out

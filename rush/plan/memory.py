@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rush.plan.adapter_time import joined
+from rush.plan.adapter_time import concatenated_a_bytes
 from rush.plan.model_state import PipelineStage, RankState
-from rush.plan.spec import Spec, adapted, adapting, weights_of
+from rush.plan.spec import Spec, adapted_weights, adapter_settings, weights_of
 
 CONTEXT = 600 * 2**20
 """CUDA context, kernels and libraries before the first tensor (CUDA 12 and 13: 0.5 to 0.6 GiB)."""
@@ -147,8 +147,8 @@ def offloaded_bytes(spec: Spec, blocks: float) -> float:
 
 def _ranks(spec: Spec) -> float:
     """Columns of all low-rank matmuls of a block's adapters."""
-    found = adapting(spec)
-    return found[0] * len(adapted(spec.shape, found[1])) if found else 0
+    found = adapter_settings(spec)
+    return found[0] * len(adapted_weights(spec.shape, found[1])) if found else 0
 
 
 def _copies(spec: Spec) -> tuple[int, int]:
@@ -219,7 +219,7 @@ def _stage_memory(spec: Spec, stage: PipelineStage) -> StepMemory:
     each = block_tensors(spec)
     kept = {term: size * tokens * stage.blocks * stage.in_flight for term, size in each.items()}
     recomputed = block_tensors(spec, whole=True) if effects.keeps is not None else {}
-    if joined_bytes := joined(spec):
+    if joined_bytes := concatenated_a_bytes(spec):
         kept["adapters"] = kept.get("adapters", 0.0) + joined_bytes * (1 if recomputed else stage.blocks)
     recomputed_bytes = tokens * (sum(recomputed.values()) - sum(each.values())) if recomputed else 0.0
     ends = _final(spec) * tokens if stage.last else 0.0

@@ -59,7 +59,7 @@ def best(of: Sequence[Recipe], target: TargetMachine, room: float) -> Recipe:
     return [one for one, each in zip(fitting, seconds, strict=True) if each <= (1 + ALIKE) * min(seconds)][-1]
 
 
-def settled(recipe: Recipe, target: TargetMachine) -> Recipe:
+def with_chosen_micro(recipe: Recipe, target: TargetMachine) -> Recipe:
     """The recipe with its micro batch as a number, by plan alone."""
     if not recipe.auto:
         return recipe

@@ -156,7 +156,7 @@ class Weights:
     """Elements of the largest tensor."""
 
 
-def adapting(spec: Spec) -> tuple[int, str] | None:
+def adapter_settings(spec: Spec) -> tuple[int, str] | None:
     """Rank and roles of the adapters; None without adapters."""
     if not spec.effects.factor("frozen"):
         return None
@@ -167,7 +167,7 @@ def adapting(spec: Spec) -> tuple[int, str] | None:
     return None
 
 
-def adapted(shape: Shape, roles: str) -> list[ParameterSpec]:
+def adapted_weights(shape: Shape, roles: str) -> list[ParameterSpec]:
     """The weights of one block with an adapter."""
     wanted = ROLE_GROUPS[roles]
     return [
@@ -180,7 +180,7 @@ def adapted(shape: Shape, roles: str) -> list[ParameterSpec]:
 
 
 def weights_of(spec: Spec) -> Weights:
-    return _weights(spec.shape, adapting(spec))
+    return _weights(spec.shape, adapter_settings(spec))
 
 
 @cache
@@ -195,7 +195,7 @@ def _weights(shape: Shape, adapters: tuple[int, str] | None) -> Weights:
         counts["largest"] = max(counts["largest"], parameter.count)
     if adapters is not None:
         rank, roles = adapters
-        counts["adapters"] = sum(rank * sum(parameter.dims) for parameter in adapted(shape, roles))
+        counts["adapters"] = sum(rank * sum(parameter.dims) for parameter in adapted_weights(shape, roles))
     return Weights(**counts)
 
 

@@ -85,7 +85,7 @@ def with_micro(recipe: Recipe, micro: int) -> Recipe:
     return changed(recipe, {"batch.micro": micro})
 
 
-def and_micro(move: Move, micro: int) -> Move:
+def with_other_micro(move: Move, micro: int) -> Move:
     """A move with another micro batch."""
     # Only settings with knobs stay in their family: without knobs the micro batch is what differs.
     family = move.family if move.family != move.key else ""
@@ -109,7 +109,8 @@ def describe(recipe: Recipe) -> str:
 def identity(recipe: Recipe) -> str:
     """Equal for recipes that differ only in the order of techniques or in written-out defaults."""
     uses = sorted(
-        named(name, dict(sorted(_whole(name, knobs).items()))) for name, knobs in recipe.technique_uses()
+        named(name, dict(sorted(_with_defaults(name, knobs).items())))
+        for name, knobs in recipe.technique_uses()
     )
     return f"{' + '.join(uses)}, {recipe.micro} × {recipe.batch.sequence}"
 
@@ -121,7 +122,7 @@ def runnable(recipe: Recipe, rules: Rules) -> tuple[Recipe, list[Refusal]]:
     return changed(recipe, {"techniques": _entries(recipe, names)}), gone
 
 
-def promise(recipe: Recipe, kept: frozenset[str]) -> frozenset[str]:
+def parity_techniques(recipe: Recipe, kept: frozenset[str]) -> frozenset[str]:
     """The techniques that decide parity: those that promise no more than the same loss curve, and the optimizer they are used
     with, with its knobs. Empty where only rounding differs."""
     return frozenset(
@@ -130,8 +131,8 @@ def promise(recipe: Recipe, kept: frozenset[str]) -> frozenset[str]:
     )
 
 
-def promising(recipe: Recipe, kept: frozenset[str]) -> list[str]:
-    """The names of the techniques in `promise`."""
+def parity_technique_names(recipe: Recipe, kept: frozenset[str]) -> list[str]:
+    """The names of `parity_techniques`."""
     return sorted(use.technique.name for use in _statistical(recipe, kept))
 
 
@@ -150,7 +151,7 @@ def compiled(recipe: Recipe) -> frozenset[str]:
     )
 
 
-def together(
+def combine_moves(
     recipe: Recipe, keys: Sequence[str], singles: Callable[[Recipe], Sequence[Move | Refusal]]
 ) -> tuple[Move, list[str]] | None:
     """Several moves at once, and their keys: applied in order, without those that would undo an earlier one. `singles` gives the
@@ -163,13 +164,13 @@ def together(
     return (Move(f"together: {' + '.join(made)}", at, MoveKind.TOGETHER), made) if len(made) > 1 else None
 
 
-def less_than(recipe: Recipe, other: Recipe) -> bool:
+def is_subset(recipe: Recipe, other: Recipe) -> bool:
     """Whether a recipe is the other one without some of its techniques."""
     ours, theirs = recipe.technique_uses(), other.technique_uses()
     return recipe.batch == other.batch and len(ours) < len(theirs) and all(use in theirs for use in ours)
 
 
-def joined(recipe: Recipe, technique: Technique, rules: Rules) -> Recipe | None:
+def with_technique(recipe: Recipe, technique: Technique, rules: Rules) -> Recipe | None:
     """The recipe with one more technique; None if it is there, is not allowed, or conflicts."""
     if technique.parity not in rules.allowed or technique.name in rules.kept | set(
         dict(recipe.technique_uses())
@@ -194,7 +195,7 @@ def _difference(old: Recipe, new: Recipe) -> set[str]:
 
 def without(recipe: Recipe, names: Sequence[str], rules: Rules) -> Move | Refusal:
     key = f"without {', '.join(names)}"
-    return _made(Move(key, recipe, MoveKind.WITHOUT), {}, set(names), rules)
+    return _changed_move(Move(key, recipe, MoveKind.WITHOUT), {}, set(names), rules)
 
 
 def _settings(recipe: Recipe, technique: Technique, rules: Rules) -> Iterator[Move | Refusal]:
@@ -206,7 +207,8 @@ def _settings(recipe: Recipe, technique: Technique, rules: Rules) -> Iterator[Mo
         if any(known[name].parity not in rules.allowed for name in added):
             continue
         if all(
-            name in now and _whole(name, now[name]) == _whole(name, knobs) for name, knobs in added.items()
+            name in now and _with_defaults(name, now[name]) == _with_defaults(name, knobs)
+            for name, knobs in added.items()
         ):
             continue  # it is there already
         key = " with ".join(named(name, knobs) for name, knobs in added.items())
@@ -215,15 +217,15 @@ def _settings(recipe: Recipe, technique: Technique, rules: Rules) -> Iterator[Mo
         family = " with ".join(list(added)[: first + 1])
         conflicting = {other for name in added for other in _conflicts(name)}
         move = Move(key, recipe, MoveKind.TECHNIQUE, family)
-        yield _made(move, added, {*added, *conflicting}, rules)
+        yield _changed_move(move, added, {*added, *conflicting}, rules)
 
 
-def _whole(name: str, knobs: Mapping[str, Knob]) -> dict[str, Knob]:
+def _with_defaults(name: str, knobs: Mapping[str, Knob]) -> dict[str, Knob]:
     """Knobs with their defaults."""
     return {**{knob: known.default for knob, known in registry()[name].knobs.items()}, **knobs}
 
 
-def _made(move: Move, added: Uses, gone: set[str], rules: Rules) -> Move | Refusal:
+def _changed_move(move: Move, added: Uses, gone: set[str], rules: Rules) -> Move | Refusal:
     """The move with some techniques added and others removed; techniques whose requirements are lost are removed too."""
     key, recipe = move.key, move.recipe
     if stays := sorted(gone & rules.kept & {name for name, _ in recipe.technique_uses()}):

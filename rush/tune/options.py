@@ -16,8 +16,17 @@ from rush.recipe import Recipe
 from rush.tune.budget import Budget
 from rush.tune.candidates import Candidate
 from rush.tune.forecast import Prediction
-from rush.tune.moves import Move, Refusal, Rules, and_micro, compiled, identity, together, with_micro
-from rush.tune.outlook import Outlook, bonus, saves_only
+from rush.tune.moves import (
+    Move,
+    Refusal,
+    Rules,
+    combine_moves,
+    compiled,
+    identity,
+    with_micro,
+    with_other_micro,
+)
+from rush.tune.outlook import Outlook, bonus, saves_memory_only
 
 HOPELESS = 0.9
 """A move predicted to reach less than this fraction of the lead is not tried."""
@@ -91,7 +100,7 @@ class MoveOptions:
             both = [move]
             if crowded and move.recipe.micro == lead.micro:
                 # A move that frees memory may pay by a larger micro batch.
-                larger = and_micro(move, double)
+                larger = with_other_micro(move, double)
                 both += [larger] if self.outlook.fits(larger.recipe) else []
             for one in both:
                 if (option := self._worth(one, lead)) is not None:
@@ -102,7 +111,7 @@ class MoveOptions:
         if identity(lead) in self.gathered or len(self.small) < 2:
             return
         keys = sorted(self.small, key=lambda key: -self.small[key])
-        made = together(lead, keys, lambda recipe: self.outlook.moves(recipe, self.rules))
+        made = combine_moves(lead, keys, lambda recipe: self.outlook.moves(recipe, self.rules))
         if made is None:
             return
         move, these = made
@@ -135,7 +144,7 @@ class MoveOptions:
             reason = f"predicted {expected:.2f}×"
             self.note(Candidate(move.key, None, "pruned", reason, prediction=predicted, expected=expected))
         else:
-            late = saves_only(move, lead, expected, self.outlook.goal)
+            late = saves_memory_only(move, lead, expected, self.outlook.goal)
             return MoveOption(move, expected, TrialTurn.LAST if late else TrialTurn.FRESH)
         return None
 

@@ -20,11 +20,11 @@ from rush.tune.moves import (
     Refusal,
     Rules,
     identity,
-    joined,
     moves,
-    promise,
-    promising,
+    parity_technique_names,
+    parity_techniques,
     with_micro,
+    with_technique,
     without,
 )
 
@@ -48,7 +48,7 @@ class Outlook:
     """Gains measured on this machine before, by key."""
     kept: frozenset[str] = frozenset()
     failed: set[frozenset[str]] = field(default_factory=set)
-    """Promises (see `moves.promise`) whose parity verdict was different."""
+    """Sets of parity techniques (`moves.parity_techniques`) whose verdict was different."""
     idle: set[str] = field(default_factory=set)
     """Techniques without effect."""
     unusable: set[frozenset[str]] = field(default_factory=set)
@@ -67,7 +67,7 @@ class Outlook:
         return isinstance(predicted, Prediction) and predicted.fits
 
     def suspect(self, recipe: Recipe) -> bool:
-        own = promise(recipe, self.kept)
+        own = parity_techniques(recipe, self.kept)
         return any(failed <= own for failed in self.failed)
 
     def sound(self, recipe: Recipe) -> bool:
@@ -124,14 +124,14 @@ class Outlook:
 
     def rounding_only(self, recipe: Recipe, rules: Rules) -> Recipe:
         """The recipe with techniques of the classes EXACT and CLOSE only."""
-        loose = promising(recipe, rules.kept)
+        loose = parity_technique_names(recipe, rules.kept)
         made = without(recipe, loose, rules) if loose else None
         return made.recipe if isinstance(made, Move) else recipe
 
     def filled(self, recipe: Recipe, rules: Rules, takes: Callable[[Technique], bool]) -> Recipe:
         """With every such technique that conflicts with none and is expected to cost nothing."""
         for technique in filter(takes, registry().values()):
-            more = joined(recipe, technique, rules)
+            more = with_technique(recipe, technique, rules)
             if more is None or not self._sure(more):
                 continue
             move = Move(technique.name, more, MoveKind.TECHNIQUE, technique.name)
@@ -182,7 +182,7 @@ def bonus(move: Move, over: Recipe, expected: float, waits: float) -> float:
     return -UNSEEN if abs(expected - 1) < PAYS - 1 else 0.0
 
 
-def saves_only(move: Move, over: Recipe, expected: float, goal: Goal) -> bool:
+def saves_memory_only(move: Move, over: Recipe, expected: float, goal: Goal) -> bool:
     """Whether a technique saves memory that a search for speed cannot use."""
     technique = registry().get(move.family)
     if technique is None or goal.objective == "memory" or move.recipe.batch != over.batch:
@@ -195,7 +195,7 @@ def helps_host(technique: Technique) -> bool:
     return technique.parity is Parity.EXACT and technique.stage in (Stage.ENV, Stage.DATA)
 
 
-def unseen(technique: Technique) -> bool:
+def unmodeled(technique: Technique) -> bool:
     """Whether a technique only rounds, is claimed to speed up a pass, and is not modeled by the planner."""
     passes = technique.stage not in (Stage.ENV, Stage.DATA)
     return passes and technique.parity in ROUNDING and not technique.work and not technique.claim.of_memory
@@ -207,10 +207,12 @@ def jumps(outlook: Outlook, start: Recipe, rules: Rules) -> list[Recipe]:
     narrow = replace(rules, allowed=rules.allowed & ROUNDING)
     found = [outlook.planned(start, rules)]
     if narrow.allowed != rules.allowed:
-        bases = [start, outlook.rounding_only(start, rules)] if promise(start, rules.kept) else [start]
+        bases = (
+            [start, outlook.rounding_only(start, rules)] if parity_techniques(start, rules.kept) else [start]
+        )
         found += [outlook.planned(base, narrow) for base in bases]
     if rules.machine.device == "cuda" and outlook.goal.objective != "memory":
         helped = [outlook.filled(outlook.widened(recipe, rules), rules, helps_host) for recipe in found]
-        found = [one for recipe in helped for one in (outlook.filled(recipe, rules, unseen), recipe)]
+        found = [one for recipe in helped for one in (outlook.filled(recipe, rules, unmodeled), recipe)]
     fitting = [recipe for recipe in found if outlook.fits(recipe)] or [start]
     return list({identity(recipe): recipe for recipe in fitting}.values())

@@ -28,13 +28,13 @@ from rush.tune.moves import (
     Move,
     MoveKind,
     Rules,
-    and_micro,
     compiled,
     describe,
     identity,
-    less_than,
-    promise,
+    is_subset,
+    parity_techniques,
     with_micro,
+    with_other_micro,
     without,
 )
 from rush.tune.options import MoveOption, MoveOptions, TrialTurn
@@ -125,7 +125,7 @@ class Search:
             expected = self.outlook.expected(jump, self.lead.known_recipe)
             if not self.affordable("rank", recipe) or (self.lead is not self.base and expected < ENOUGH):
                 return
-            option = MoveOption(jump, expected, simpler=less_than(recipe, self.lead.known_recipe))
+            option = MoveOption(jump, expected, simpler=is_subset(recipe, self.lead.known_recipe))
             result = self._consider(option)
             if names := self.outlook.breaks(recipe):
                 self._suspects |= names
@@ -152,7 +152,7 @@ class Search:
         self.base = self.lead = self._first()
         self._reference()
         recipe = self.base.known_recipe
-        if promise(recipe, self.rules.kept) and self.affordable("prove", recipe, reserve=False):
+        if parity_techniques(recipe, self.rules.kept) and self.affordable("prove", recipe, reserve=False):
             self.prove(self.base)
             self.base.state = "start"
 
@@ -178,7 +178,7 @@ class Search:
                     raise MachineError(
                         f"the recipe does not run here, so there is nothing to tune: {result.reason}"
                     )
-            move = and_micro(start, small)
+            move = with_other_micro(start, small)
 
     def _reference(self) -> None:
         began, before = self.budget.spent_s, self.budget.clock()
@@ -234,7 +234,7 @@ class Search:
             near = self.goal.fast_enough(result, first) and option.turn is not TrialTurn.TOGETHER
             self.options.lose(move, candidate.ratio, near=near)
             return result
-        own = promise(move.recipe, self.rules.kept)
+        own = parity_techniques(move.recipe, self.rules.kept)
         new = bool(own and own not in self._proven)
         if new:
             if not self.affordable("prove", move.recipe, reserve=False):
@@ -242,7 +242,7 @@ class Search:
                 return result
             if not self.prove(candidate):
                 rest = self.without_idle(candidate)
-                if rest is None or promise(rest.known_recipe, self.rules.kept) not in self._proven:
+                if rest is None or parity_techniques(rest.known_recipe, self.rules.kept) not in self._proven:
                     return result
                 candidate = rest
         built_upon = new or move.kind is MoveKind.JUMP
@@ -295,7 +295,7 @@ class Search:
         if not known and "rank" in candidate.results:
             # It was timed again: compare later candidates with both processes, not with a lucky one.
             candidate.results["rank"] = candidate.results["rank"].pooled(result)
-        own = promise(candidate.known_recipe, self.rules.kept)
+        own = parity_techniques(candidate.known_recipe, self.rules.kept)
         parity = result.parity or {"verdict": "not judged", "class": "", "why": "it was not traced"}
         if parity["verdict"] == "different":
             candidate.state, candidate.reason = "different", f"parity: different; {parity['why']}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from rush.errors import RecipeError
 from rush.files import timestamp, write_atomic
 from rush.lab.trial.runner import Bench, open_bench
-from rush.plan.micro_batch import settled
+from rush.plan.micro_batch import with_chosen_micro
 from rush.plan.target import target_here
 from rush.recipe import Recipe
 from rush.recipe_io import changed
@@ -30,7 +30,7 @@ from rush.tune.earlier import RememberedGain, remember, remembered
 from rush.tune.finals import decide
 from rush.tune.forecast import Planner
 from rush.tune.lengths import lengthen
-from rush.tune.moves import MoveKind, Rules, less_than, promise, runnable
+from rush.tune.moves import MoveKind, Rules, is_subset, parity_techniques, runnable
 from rush.tune.outlook import Outlook, jumps
 from rush.tune.record import Request, classes, recipe_file, record_of
 from rush.tune.search import Search, doing_of
@@ -59,7 +59,7 @@ def tune(
         with open_bench(plan, folder, every_dtype=True) as bench:
             assert bench.ceilings is not None
             planner = Planner(target_here(bench.machine, bench.ceilings))
-            settled_request = replace(request, recipe=settled(asked, planner.target))
+            settled_request = replace(request, recipe=with_chosen_micro(asked, planner.target))
             open_corpus(settled_request.recipe, None, note)
             record = _search(settled_request, folder, bench, planner, watch)
         bench.clean()
@@ -81,7 +81,7 @@ def _search(request: Request, folder: Path, bench: Bench, planner: Planner, watc
         planned = jumps(Outlook(start, planner, request.goal, known, rules.kept), start, rules)
         settings = TuneSettings(trial_tokens(start, planned, planner))
     outlook, budget = Outlook(start, planner, request.goal, known, rules.kept), Budget(request.budget_s)
-    curves = Parity.STATISTICAL in request.allowed or bool(promise(start, rules.kept))
+    curves = Parity.STATISTICAL in request.allowed or bool(parity_techniques(start, rules.kept))
     lab = Trials(bench, request.recipe, settings, planner, budget, curves=curves)
 
     def recorded(search: Search) -> TuneRecord:
@@ -147,7 +147,7 @@ def _gains(request: Request, candidates: Sequence[Candidate]) -> list[Remembered
 
     def added(candidate: Candidate) -> bool:
         over = tried.get(candidate.over)
-        return over is not None and less_than(over, candidate.known_recipe)
+        return over is not None and is_subset(over, candidate.known_recipe)
 
     return [
         RememberedGain(c.key, request.recipe.model.name, c.ratio)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from rush.cli import app
 from rush.errors import MachineError, RecipeError
 from rush.hardware import probe
-from rush.plan.micro_batch import best, candidates, needed, settled
+from rush.plan.micro_batch import best, candidates, needed, with_chosen_micro
 from rush.plan.spec import spec_of
 from rush.plan.target import target_of
 from rush.plan.time import time_of
@@ -94,7 +94,7 @@ def test_the_largest_that_fits_is_chosen_and_the_smallest_where_none_does() -> N
 def test_a_pipeline_is_not_given_one_huge_micro_batch() -> None:
     recipe = auto("llama-3.1-8b", FAST, "layout.pp=8", "batch.total_tokens=1048576", "batch.sequence=4096")
     target = replace(target_of("h200-sxm", 8), memory_bytes=1e15)
-    chosen = settled(recipe, target)
+    chosen = with_chosen_micro(recipe, target)
     assert chosen.accumulation > 8, "all would wait for the only micro batch"
     by_time = {one.micro: time_of(spec_of(one), target).step for one in candidates(recipe, spec_of)}
     assert by_time[chosen.micro] <= 1.01 * min(by_time.values())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rush.hardware import probe
-from rush.plan.adapter_time import joined
+from rush.plan.adapter_time import concatenated_a_bytes
 from rush.plan.effects import TERMS
 from rush.plan.memory import (
     ROUND_HEIGHT,
@@ -71,7 +71,7 @@ def planned(spec: Spec) -> float:
     if shape.family == "llama":
         total += 2 * 4 * spec.sequence * shape.head_dim  # cosines and sines
     if effects.factor("frozen"):
-        total += shape.num_layers * joined(spec)
+        total += shape.num_layers * concatenated_a_bytes(spec)
         # Nothing that the first block's first norm computes has a gradient.
         total -= tokens * (effects.size("stream", 4) * shape.hidden + 4)
     return total

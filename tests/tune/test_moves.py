@@ -8,7 +8,7 @@ from rush.plan.target import target_of
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
 from rush.techniques import Parity, registry, resolve_uses
-from rush.tune.moves import Move, Refusal, Rules, moves, promise, together
+from rush.tune.moves import Move, Refusal, Rules, combine_moves, moves, parity_techniques
 from rush.tune.trials import kept_of, plain_of
 
 ALL_BUT_CHANGES = frozenset(Parity) - {Parity.CHANGES}
@@ -108,20 +108,20 @@ def test_every_setting_that_is_declared_can_be_settled() -> None:
 
 
 def test_a_promise_is_what_is_loose_and_the_update_beside_it(llama: Recipe) -> None:
-    assert promise(llama, frozenset()) == {
+    assert parity_techniques(llama, frozenset()) == {
         "pure_bf16",
         "fused_update(stochastic_rounding=True, state=bfloat16)",
     }
     nearest = load_recipe("llama-3.2-1b", ['techniques=["pure_bf16","flash_attention","fused_adamw"]'])
-    assert promise(nearest, frozenset()) == {"pure_bf16", "fused_adamw"}
-    assert promise(load_recipe("gpt2-124m"), frozenset()) == frozenset()
+    assert parity_techniques(nearest, frozenset()) == {"pure_bf16", "fused_adamw"}
+    assert parity_techniques(load_recipe("gpt2-124m"), frozenset()) == frozenset()
 
 
 def test_changes_made_together_undo_none_of_each_other() -> None:
     recipe = load_recipe("tiny", ['techniques=["flash_attention"]'])
     rules = rules_for(recipe, "cpu")
     keys = ["adam8bit", "fused_adamw", "micro 16", "compile(scope=block)", "compile(scope=model)", "tf32"]
-    found = together(recipe, keys, lambda one: list(moves(one, rules)))
+    found = combine_moves(recipe, keys, lambda one: list(moves(one, rules)))
     assert found is not None
     move, these = found
     assert these == ["adam8bit", "micro 16", "compile(scope=block)"]
@@ -129,7 +129,7 @@ def test_changes_made_together_undo_none_of_each_other() -> None:
     assert names(move.recipe) == {"flash_attention", "adam8bit", "compile"}
     assert move.recipe.micro == 16
     assert dict(move.recipe.technique_uses())["compile"] == {"scope": "block"}
-    assert together(recipe, ["adam8bit", "fused_adamw"], lambda one: list(moves(one, rules))) is None
+    assert combine_moves(recipe, ["adam8bit", "fused_adamw"], lambda one: list(moves(one, rules))) is None
 
 
 def test_chunks_of_the_loss_that_hold_all_tokens_are_no_change() -> None:

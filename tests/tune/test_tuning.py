@@ -15,7 +15,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from rush.cli import main
-from rush.cli.tune import made_of, shortened, summary
+from rush.cli.tune import planned_parts, shortened, summary
 from rush.errors import RecipeError
 from rush.files import write_atomic
 from rush.recipe_io import load_recipe
@@ -292,4 +292,7 @@ def test_recipes_of_the_planner_get_names_that_fit_into_a_table() -> None:
         "jump 2: jump 1 without b(x=1) (prove): known from before"
     )
     assert shortened(record, "plain fp32, for parity") == "plain fp32, for parity"
-    assert dict(made_of(record)) == {"jump 1": "a + b(x=1) + c, micro 8", "jump 4": "e + f + g + h, micro 8"}
+    assert dict(planned_parts(record)) == {
+        "jump 1": "a + b(x=1) + c, micro 8",
+        "jump 4": "e + f + g + h, micro 8",
+    }
