@@ -71,8 +71,12 @@ class Ready:
             ) from None
         except PermissionError:
             raise RecipeError(f"{path} may not be read by this user; change its permissions.") from None
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:
             raise RecipeError(f"{path} is not valid TOML: {error}.") from None
+        except RecursionError:
+            raise RecipeError(
+                f"{path} is nested too deeply for a {self.kind}; write it with fewer brackets."
+            ) from None
 
 
 RECIPES, LADDERS, PIPELINES = Ready("recipe"), Ready("ladder"), Ready("pipeline")

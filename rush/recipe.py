@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from rush.errors import RecipeError, nearest
 from rush.models import SIZES, Shape
+from rush.models.shape import LARGEST
 
 Knob = bool | int | float | str
 AUTO = "auto"
@@ -28,8 +29,22 @@ NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
+LARGEST_MICRO = 2**24
+LARGEST_NUMBER = 2**63 - 1
+"""Of any key: what 64 bits hold."""
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _fits_64_bits(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
+            key = f"{cls.__name__.removesuffix('Section').lower()}.{info.field_name}"
+            digits = len(str(abs(value)))
+            raise ValueError(f"{key} is a number with {digits} digits; allowed: at most {LARGEST_NUMBER:,}")
+        return value
 
 
 class ModelSection(Section):
@@ -52,7 +67,7 @@ class DataSection(Section):
     tokenizer: str = "train"
     """`train` (byte-level BPE on this corpus), `gpt2`, `llama-3`, a path to a tokenizer.json or its folder, or, for
     fine-tuning, `model`: the one of `model.init_from`."""
-    vocab_size: Positive | None = None
+    vocab_size: Annotated[int, Field(gt=0, le=LARGEST["vocab_size"])] | None = None
     """Vocabulary of the trained tokenizer; the model's vocabulary without it."""
     validation: Annotated[float, Field(gt=0, lt=0.5, allow_inf_nan=False)] = 0.01
     """Fraction of documents held out, chosen by a hash of each document."""
@@ -102,10 +117,10 @@ class BatchSection(Section):
     @field_validator("micro", mode="before")
     @classmethod
     def _number_or_auto(cls, value: object) -> object:
-        if value == AUTO or (type(value) is int and value > 0):
+        if value == AUTO or (type(value) is int and 0 < value <= LARGEST_MICRO):
             return value
         raise ValueError(
-            f'batch.micro is {value!r}; allowed: a whole number (an integer) greater than 0, or "{AUTO}"'
+            f'batch.micro is {value!r}; allowed: a whole number (an integer) greater than 0, at most {LARGEST_MICRO:,}, or "{AUTO}"'
         )
 
 

@@ -135,7 +135,7 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
 def _read_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, an integer of thousands of digits, thousands of brackets
         return text
 
 

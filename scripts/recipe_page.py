@@ -67,7 +67,7 @@ def _type(field: dict[str, object]) -> str:
     if kind == "array":
         return f"list of {_type(field['items'])}"  # type: ignore[arg-type]
     limits = [
-        f"{sign} {field[key]:g}"
+        f"{sign} {field[key]:,}"
         for key, sign in (
             ("minimum", "≥"),
             ("exclusiveMinimum", ">"),

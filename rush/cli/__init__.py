@@ -34,6 +34,7 @@ from rush.cli import (
     train,
     tune,
 )
+from rush.cli.output import print_error
 from rush.cli.shutdown import (
     ExitStatus,
     exit_before_finalization,
@@ -118,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
     except RushError as error:
         if debug:
             raise
-        typer.secho(f"error: {error}", err=True, fg="red")
+        print_error(str(error))
         status.code = error.exit_code
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
@@ -128,10 +129,8 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if debug:
             raise
-        typer.secho(
-            f"error: {first_line(error)}. This looks like a bug in rush {__version__}: please report it, with the log. "
-            f"{log_unexpected(error, f'rush {shlex.join(words)}')}",
-            err=True,
-            fg="red",
+        print_error(
+            f"{first_line(error)}. This looks like a bug in rush {__version__}: please report it, with the log. "
+            f"{log_unexpected(error, f'rush {shlex.join(words)}')}"
         )
         sys.exit(1)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rush.cli.options import Json, Overrides, complete_recipe
-from rush.cli.output import print_json, print_table
+from rush.cli.output import print_json, print_table, printable
 from rush.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -23,11 +23,6 @@ Target = Annotated[
     ),
 ]
 BAR = 40
-# Control characters in the data are shown, not sent to the terminal.
-_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {
-    0x7F: "␡",
-    0x9B: "␛",
-}
 
 
 def inspect(
@@ -165,7 +160,7 @@ def _print_example(example: dict[str, Any]) -> None:
     colors = console.is_terminal and not console.no_color
     text = Text()
     for piece in example["pieces"]:
-        shown = piece["text"].translate(_PICTURES)
+        shown = printable(piece["text"])
         if not piece["trained"]:
             text.append(shown)
         elif colors:

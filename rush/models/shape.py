@@ -17,6 +17,19 @@ Family = Literal["gpt2", "llama"]
 FAMILIES: tuple[Family, ...] = ("gpt2", "llama")
 
 
+LARGEST = {
+    "vocab_size": 2**24,
+    "context": 2**31,
+    "hidden": 2**20,
+    "num_layers": 2**14,
+    "num_heads": 2**16,
+    "num_kv_heads": 2**16,
+    "head_dim": 2**16,
+    "intermediate": 2**24,
+}
+"""Bounds of the dims: far above any model, and small enough that nothing hangs or overflows before a message."""
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama 3.1's RoPE scaling, which extends the context beyond `original_context`.
@@ -33,7 +46,7 @@ class RopeScaling:
     def __post_init__(self) -> None:
         for field in fields(self):
             _positive(f"rope_scaling.{field.name}", getattr(self, field.name))
-        _whole("rope_scaling.original_context", self.original_context)
+        _whole("rope_scaling.original_context", self.original_context, LARGEST["context"])
         if self.high_freq_factor <= self.low_freq_factor:
             raise RecipeError(
                 f"rope_scaling.high_freq_factor must be greater than low_freq_factor: found "
@@ -64,9 +77,8 @@ class Shape:
             raise RecipeError(
                 f"There is no model family {self.family!r}: {nearest(str(self.family), FAMILIES)}"
             )
-        for field in fields(self):
-            if field.type == "int":
-                _whole(field.name, getattr(self, field.name))
+        for name, most in LARGEST.items():
+            _whole(name, getattr(self, name), most)
         _positive("norm_eps", self.norm_eps)
         if self.hidden % self.num_heads:
             raise RecipeError(
@@ -109,9 +121,9 @@ class Shape:
             )
 
 
-def _whole(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise RecipeError(f"{name} must be a whole number of at least 1: found {value!r}.")
+def _whole(name: str, value: object, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise RecipeError(f"{name} must be a whole number from 1 to {most:,}: found {str(value)[:40]}.")
 
 
 def _positive(name: str, value: object) -> None:

@@ -57,10 +57,20 @@ class RunFolder:
 
 
 def check_empty(folder: RunFolder) -> None:
-    """Refuse to start a run where there is one."""
+    """Refuse to start a run where there is one, or where something else is."""
     if folder.holds_run():
         raise RecipeError(
             f"{folder.path} already holds a run. Continue it with --resume, or choose another folder with --out."
+        )
+    own = {entry.name for entry in vars(RunFolder).values() if isinstance(entry, _Entry)} | {
+        "checkpoints",
+        "tensorboard",
+    }
+    others = sorted(path.name for path in folder.path.glob("[!.]*") if path.name not in own)
+    if others:
+        named = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        raise RecipeError(
+            f"{folder.path} is no run folder and holds other files ({named}); choose a new or an empty folder with --out."
         )
 
 

@@ -38,11 +38,21 @@ def test_a_new_run_is_refused_where_one_was_started(tmp_path: Path, left: str) -
         pass
 
 
-def test_a_folder_with_other_things_in_it_may_take_a_run(tmp_path: Path) -> None:
+def test_a_folder_with_other_things_in_it_is_refused_and_nothing_is_added(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
+    with (
+        pytest.raises(RecipeError, match=r"other files \(notes.txt\); choose a new or an empty folder"),
+        new_run(tmp_path),
+    ):
+        pass
+    assert [path.name for path in tmp_path.glob("[!.]*")] == ["notes.txt"]
+
+
+def test_what_a_failed_start_left_behind_does_not_refuse_the_next(tmp_path: Path) -> None:
+    (tmp_path / "failure.log").write_text("Traceback")
+    (tmp_path / "failure.json").write_text("{}")
     with new_run(tmp_path) as folder:
         write_atomic(folder.recipe, "")
-    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_resuming_where_no_run_is_is_refused_and_creates_nothing(tmp_path: Path) -> None:
