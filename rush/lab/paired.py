@@ -1,13 +1,13 @@
-"""Held against each other batch by batch, where two recipes were timed on the very same batches.
+"""Paired comparison: two recipes compared batch by batch, where both were timed on the same batches.
 
-In fine-tuning no two batches are alike: the samples of one process lie a third apart, and none of that is the machine's doing.
-But every process of a ladder is given the same batches in the same order, so a sample of one recipe has a partner in the other:
-the sample that trained on the same batches. The quotient of such two has nothing of the data's variation in it.
+In fine-tuning batches differ in their tokens: the samples of one process vary by a third on an idle machine. But every
+process of a ladder gets the same batches in the same order, so a sample of one recipe has a partner in the other: the
+sample on the same batches. The ratio of the two is free of the data's variation.
 
-Samples are partners if they began with the same step and hold equally many of the tokens that count; all that both processes
-timed must agree, else the order or the packing is another one and nothing is paired. Timings that do not say with which step a
-sample began (they are older) are laid side by side by their counts alone, if there is only one way to do it. Where all
-counts are the same, as in pretraining with full rows, a pair tells nothing that two samples do not, and nothing is paired.
+Samples are partners if they began with the same step and hold the same number of counted tokens. All that both
+processes timed must agree; otherwise order or packing differ and nothing is paired. Older timings without steps are
+aligned by their token counts alone, if there is only one way to do it. Where all counts are the same, as in pretraining
+with full rows, pairing gains nothing, and nothing is paired.
 """
 
 from __future__ import annotations
@@ -20,27 +20,15 @@ from itertools import combinations
 
 import numpy as np
 
-from rush.lab.statistics import (
-    NEAR,
-    Array,
-    Floor,
-    Ratio,
-    center,
-    floor_near,
-    floor_of,
-    logs_of_medians,
-    middle_of_pairs,
-    noise_floor,
-    ratio_of_medians,
-    ratio_of_pairs,
-)
+from rush.lab import statistics as stats
+from rush.lab.statistics import Array, Floor, Ratio
 
 LEAST_PAIRS = 6
 """Batches that all processes compared must share. From fewer than six samples no 95 % interval of a median can be had: the
 median lies outside all five of five in one case of sixteen. And six varying counts in a row do not agree by chance."""
 LEAST_SHARE = 0.5
 """Least fraction of the samples of each process with a partner; with fewer, pairing loses more than it gains. A technique may gain on some
-batches and not on others (padding to the longest row does), and a handful of batches does not stand for the rest."""
+batches and not on others (padding to the longest row does), and a few batches do not represent the rest."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +56,19 @@ class Floors:
 
 
 def compare(first: Sequence[Timed], second: Sequence[Timed], floors: Floors, seed: int = 0) -> Ratio:
-    """By how much `second` exceeds `first`: batch by batch where they share enough of them, else by their medians."""
-    found = _side_by_side(first, second)
+    """The ratio of `second` to `first`: batch by batch where they share enough batches, else by their medians."""
+    found = _paired_logs(first, second)
     if found is None:
-        return ratio_of_medians(_rates(first), _rates(second), floors.medians, seed)
-    return ratio_of_pairs(*found, floors.pairs, seed)
+        return stats.ratio_of_medians(_rates(first), _rates(second), floors.medians, seed)
+    return stats.ratio_of_pairs(*found, floors.pairs, seed)
 
 
 def quotient(first: Sequence[Timed], second: Sequence[Timed]) -> float:
     """The same without an interval."""
-    found = _side_by_side(first, second)
+    found = _paired_logs(first, second)
     if found is None:
-        return center(_rates(second)) / center(_rates(first))
-    return math.exp(middle_of_pairs(*found))
+        return stats.center(_rates(second)) / stats.center(_rates(first))
+    return math.exp(stats.middle_of_pairs(*found))
 
 
 def floors_of(recipes: Recipes, least: float = 0.0) -> Floors:
@@ -88,20 +76,20 @@ def floors_of(recipes: Recipes, least: float = 0.0) -> Floors:
 
     That of pairs leaves out a recipe whose processes were timed on different batches: their distance is the data's.
     """
-    within = (_apart(processes) for processes in recipes)
-    pairs = floor_of([logs for logs in within if logs is not None], least)
-    return Floors(noise_floor(map(_rates, recipes), least), pairs)
+    within = (_own_spread(processes) for processes in recipes)
+    pairs = stats.floor_of([logs for logs in within if logs is not None], least)
+    return Floors(stats.noise_floor(map(_rates, recipes), least), pairs)
 
 
 def floors_near(recipes: Recipes, least: float = 0.0) -> list[Floors]:
-    """The noise floors at every place in a line of recipes where neighbors are alike: from the nearest that tell."""
+    """The noise floors at every place in a list of recipes where neighbors are alike: from the nearest with a known spread."""
     every = [_rates(processes) for processes in recipes]
-    within = {place: logs for place, p in enumerate(recipes) if (logs := _apart(p)) is not None}
+    within = {place: logs for place, p in enumerate(recipes) if (logs := _own_spread(p)) is not None}
     found = []
     for place, _ in enumerate(recipes):
-        nearest = sorted(within, key=lambda other: abs(other - place))[:NEAR]
-        pairs = floor_of([within[other] for other in nearest], least)
-        found.append(Floors(floor_near(every, place, least), pairs))
+        nearest = sorted(within, key=lambda other: abs(other - place))[: stats.NEAR]
+        pairs = stats.floor_of([within[other] for other in nearest], least)
+        found.append(Floors(stats.floor_near(every, place, least), pairs))
     return found
 
 
@@ -117,34 +105,34 @@ def _rates(processes: Sequence[Timed]) -> list[Sequence[float]]:
     return [process.rates for process in processes]
 
 
-def _apart(processes: Sequence[Timed]) -> Array | None:
-    """Where the processes of one recipe lie (in logarithms), less what their batches do; None where that cannot be told."""
+def _own_spread(processes: Sequence[Timed]) -> Array | None:
+    """Log medians of the processes of one recipe, less the effect of their batches; None where that is not known."""
     if len(processes) < 2:
         return None
     if unevenness(processes) == 1:
-        return logs_of_medians(_rates(processes))
-    kept = _grown(processes, list(combinations(range(len(processes)), 2)))
+        return stats.logs_of_medians(_rates(processes))
+    kept = _sharing(processes, list(combinations(range(len(processes)), 2)))
     if kept is None:
         return None
     logs = _logs([processes[index] for index in kept])
     return np.asarray(np.median(logs - logs.mean(axis=0), axis=1), dtype=np.float64)
 
 
-def _side_by_side(first: Sequence[Timed], second: Sequence[Timed]) -> tuple[Array, Array] | None:
+def _paired_logs(first: Sequence[Timed], second: Sequence[Timed]) -> tuple[Array, Array] | None:
     """Logarithms of the rates on the batches that both timed, a row for every process; None where they share too few.
 
     A process whose window lies elsewhere (it took longer to warm up) is left out, if that saves the others' batches.
     """
     both = [*first, *second]
     across = [(p, len(first) + q) for p in range(len(first)) for q in range(len(second))]
-    kept = _grown(both, across)
+    kept = _sharing(both, across)
     if kept is None:
         return None
     logs, border = _logs([both[index] for index in kept]), sum(index < len(first) for index in kept)
     return logs[:border], logs[border:]
 
 
-def _grown(processes: Sequence[Timed], seeds: Sequence[tuple[int, int]]) -> list[int] | None:
+def _sharing(processes: Sequence[Timed], seeds: Sequence[tuple[int, int]]) -> list[int] | None:
     """The seed that shares most batches, and every further process that leaves enough of them; in their order."""
     best = max(seeds, key=lambda seed: len(_shared([processes[index] for index in seed])[0]))
     if not _shared([processes[index] for index in best])[0]:
@@ -167,8 +155,8 @@ def _shared(processes: Sequence[Timed]) -> list[list[int]]:
     nothing: list[list[int]] = [[] for _ in processes]
     if len({process.span for process in processes}) > 1 or not all(process.tokens for process in processes):
         return nothing
-    told = all(process.steps is not None for process in processes)
-    places = _by_steps(processes) if told else _by_counts(processes)
+    known = all(process.steps is not None for process in processes)
+    places = _by_steps(processes) if known else _by_counts(processes)
     some = [column for column in zip(*places, strict=True) if processes[0].tokens[column[0]] > 0]
     places = [list(row) for row in zip(*some, strict=True)] or nothing
     counts = [[p.tokens[place] for place in row] for p, row in zip(processes, places, strict=True)]
@@ -185,7 +173,7 @@ def _by_steps(processes: Sequence[Timed]) -> list[list[int]]:
 
 
 def _by_counts(processes: Sequence[Timed]) -> list[list[int]]:
-    """By the counts alone: the one way to lay each beside the first. Either may have skipped one batch that the other timed."""
+    """By the counts alone: the only alignment of each with the first. Either may have skipped one batch that the other timed."""
     first, partners = processes[0], []
     for other in processes[1:]:
         blocks = SequenceMatcher(None, first.tokens, other.tokens, autojunk=False).get_matching_blocks()

@@ -1,16 +1,15 @@
-"""Medians with honest intervals, and when a difference may be called a gain.
+"""Medians with bootstrap intervals, and when a difference counts as a gain.
 
-Samples taken inside one process are alike: they share its memory layout, its threads' places and its
-minute of the day. A second process of the same recipe lands somewhere else, by more than the first
-one's interval said. So an interval here comes from resampling processes first and samples inside them
-second, and the difference of two recipes is never believed below the noise floor: how far processes of
-one and the same recipe were seen to lie apart on this machine, today, over the rungs nearby. (Rungs that are alike
-suffer alike: a step that waits for its host varies ten times as much as one that does not.)
+Samples of one process are correlated: they share its memory layout, its threads' cores and its minute of the day. A
+second process of the same recipe differs from the first by more than the first one's own interval. So intervals come
+from a hierarchical bootstrap, over processes first and over the samples in them second; and a difference of two recipes
+never counts below the noise floor: the spread between processes of one recipe on this machine, today, over the rungs
+nearby. (Similar rungs vary alike: a step that waits for its host varies ten times as much as one that does not.)
 
 With one process per rung the spread between processes is known only from the base, which is measured again at the
-end, and other rungs may lie much farther apart: then only large differences are believed.
+end, and other rungs may vary more: then only large differences count.
 
-Where both sides were timed on the same unequal batches (`rush.lab.paired`), the quotient is made batch by batch.
+Where both sides were timed on the same unequal batches (`rush.lab.paired`), the ratio is computed batch by batch.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import numpy.typing as npt
 
 DRAWS = 4000
 ALONE = 0.15
-"""Differences below this are not believed where at most one recipe was measured twice. Seen on a GPU that waits for its
+"""Differences below this do not count where at most one recipe was measured twice. Seen on a GPU that waits for its
 host, in processes of rungs that cannot differ: 16 %; in the same ladder the base came out the same to 0.02 %."""
 NEAR = 8
 """From so many recipes, measured more than once and next to each other, a noise floor is taken."""
@@ -73,7 +72,7 @@ class Floor:
     freedom: int
     """Independent differences the spread was estimated from; few of them make every interval wider."""
     least: float = 0.0
-    """A difference in the logarithm below this is never believed."""
+    """A difference in the logarithm below this never counts."""
 
     def half_width(self, num_first: int, num_second: int) -> float:
         """Half the 95 % interval that this spread alone gives the logarithm of a quotient."""
@@ -100,7 +99,7 @@ def median_interval(processes: Processes, seed: int = 0) -> Interval:
 
 
 def ratio_of_medians(first: Processes, second: Processes, floor: Floor, seed: int = 0) -> Ratio:
-    """By how much `second` exceeds `first` (both rates), with an interval no narrower than the floor."""
+    """The ratio of `second` to `first` (both rates), with an interval no narrower than the floor."""
     rng = np.random.default_rng(seed)
     middle = math.log(center(second)) - math.log(center(first))
     parts = []
@@ -108,20 +107,14 @@ def ratio_of_medians(first: Processes, second: Processes, floor: Floor, seed: in
         drawn = np.log(_resampled(processes, rng))
         own = math.log(center(processes))
         parts.append(sign * (_widened(drawn, own, len(processes)) - own))
-    low, high = np.quantile(parts[0] + parts[1], (0.025, 0.975))
-    least = floor.half_width(len(first), len(second))
-    return Ratio(
-        math.exp(middle),
-        math.exp(middle + min(float(low), -least)),
-        math.exp(middle + max(float(high), least)),
-    )
+    return _ratio(middle, parts[0] + parts[1], floor.half_width(len(first), len(second)))
 
 
 def ratio_of_pairs(first: Array, second: Array, floor: Floor, seed: int = 0) -> Ratio:
-    """By how much `second` exceeds `first`: logarithms of rates, a row for every process, a column for every batch.
+    """The ratio of `second` to `first`: logarithms of rates, a row for every process, a column for every batch.
 
-    What is resampled are the processes of either side and the batches, which are the same for all; each by itself, and
-    what they come to is added up.
+    The processes of either side and the batches, which are the same for all, are resampled separately; their deviations
+    are added.
     """
     rng = np.random.default_rng(seed)
     middle = middle_of_pairs(first, second)
@@ -134,14 +127,14 @@ def ratio_of_pairs(first: Array, second: Array, floor: Floor, seed: int = 0) -> 
     drawn = np.zeros(DRAWS)
     for part, count in ((by_first, num_first), (by_second, num_second), (by_batches, num_batches)):
         drawn += _widened(part, middle, count) - middle
+    return _ratio(middle, drawn, floor.half_width(num_first, num_second), num_batches)
+
+
+def _ratio(middle: float, drawn: Array, least: float, paired: int | None = None) -> Ratio:
+    """The ratio from its logarithm, with the 95 % interval of the draws around it, no narrower than `least`."""
     low, high = np.quantile(drawn, (0.025, 0.975))
-    least = floor.half_width(num_first, num_second)
-    return Ratio(
-        math.exp(middle),
-        math.exp(middle + min(float(low), -least)),
-        math.exp(middle + max(float(high), least)),
-        num_batches,
-    )
+    below, above = middle + min(float(low), -least), middle + max(float(high), least)
+    return Ratio(math.exp(middle), math.exp(below), math.exp(above), paired)
 
 
 def middle_of_pairs(first: Array, second: Array) -> float:
@@ -160,15 +153,15 @@ def noise_floor(recipes: Iterable[Processes], least: float = 0.0) -> Floor:
 
 
 def logs_of_medians(processes: Processes) -> Array:
-    """Where each process lies: the logarithm of its median."""
+    """The logarithm of each process's median."""
     return np.asarray(np.log([float(np.median(samples)) for samples in processes]), dtype=np.float64)
 
 
 def floor_of(recipes: Iterable[Array], least: float = 0.0) -> Floor:
-    """The spread between processes, from where those of each recipe lie (in logarithms, at least two of each).
+    """The spread between processes, from the log medians of each recipe (at least two of each).
 
-    It is the median of the recipes' own spreads: one process that met a busy minute must not blind the whole
-    ladder. The rung it belongs to stays guarded, because its own resampling shows that process.
+    It is the median of the recipes' own spreads: one disturbed process must not widen the whole ladder. In its own rung
+    it still counts, in the bootstrap over processes.
     """
     spreads, freedom = [], 0
     for logs in recipes:
@@ -185,7 +178,7 @@ def floor_of(recipes: Iterable[Array], least: float = 0.0) -> Floor:
 
 
 def floor_near(recipes: Sequence[Processes], place: int, least: float = 0.0) -> Floor:
-    """The noise floor at a place in a line of recipes where neighbors are alike: from the nearest measured twice."""
+    """The noise floor at a place in a list of recipes where neighbors are alike: from the nearest measured twice."""
     twice = [other for other, processes in enumerate(recipes) if len(processes) > 1]
     nearest = sorted(twice, key=lambda other: abs(other - place))[:NEAR]
     return noise_floor([recipes[other] for other in nearest], least)
@@ -210,7 +203,7 @@ def _variance_of_median(count: int) -> float:
 
 
 def _resampled(processes: Processes, rng: np.random.Generator) -> Array:
-    """Medians of `DRAWS` made-up repetitions: processes drawn with replacement, then samples in each."""
+    """Medians of `DRAWS` bootstrap draws: processes with replacement, then samples in each."""
     count = len(processes)
     chosen = rng.integers(count, size=(DRAWS, count))
     medians = np.empty((DRAWS, count))
@@ -223,5 +216,5 @@ def _resampled(processes: Processes, rng: np.random.Generator) -> Array:
 
 
 def _widened(drawn: Array, middle: float, count: int) -> Array:
-    """Resampling few things understates their spread by √((n−1)/n); this puts it back."""
+    """A bootstrap over few things understates their spread by √((n−1)/n); this corrects it."""
     return middle + (drawn - middle) * (math.sqrt(count / (count - 1)) if count > 1 else 1.0)
