@@ -206,7 +206,7 @@ def test_merging_an_adapter_without_a_tokenizer_says_that_no_template_comes_alon
     _, err = call(
         capfd, "merge", tmp_path / "adapter", "--base", made / "base-chatml", "--to", tmp_path / "merged"
     )
-    assert "brings no tokenizer" in err
+    assert "has no tokenizer" in err
 
 
 def test_an_adapters_tokenizer_beyond_the_vocabulary_gives_only_its_template(
