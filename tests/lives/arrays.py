@@ -4,8 +4,9 @@ Pairs are wanted on both families: in pretraining where the check allows it ther
 preferences. Besides, each technique is wanted with every objective and with every axis of the layout. On a CPU all of it runs
 with the kernels in C++ that a user there has, and what has none with Triton's interpreted.
 
-The quick array leaves out what only costs more of the same: a pair that both families allow occurs on one of them, and what waits
-for a compiler occurs in all its pairs, but not again with preferences and with every axis. The slow set has it all.
+The quick array leaves out what only costs more of the same: a pair that both families allow occurs on one of them; what waits
+for a compiler occurs in all its pairs, but not again with preferences and with every axis; and in fine-tuning a pair occurs with
+one scope of `compile`, by turns. The slow set has it all.
 """
 
 from __future__ import annotations
@@ -93,11 +94,23 @@ def _quick(one: Wanted, settings: list[Wanted]) -> Wanted:
     singles, pairs = one.singles, one.pairs
     if setting.axis or setting.objective == "dpo":
         singles = {key: whole for key, whole in singles.items() if not compiles(one.checked, whole)}
+    if setting.objective == "sft" and setting.device == "cpu":
+        pairs = _by_turns(pairs)
     turn = FAMILIES.index(setting.family)
     for other in others:
         singles = _share(singles, other.singles, turn, one.checked)
         pairs = _share(pairs, other.pairs, turn, one.checked)
     return Wanted(one.checked, pairs, singles)
+
+
+def _by_turns(pairs: Mapping[Items, Items]) -> dict[Items, Items]:
+    """Of two techniques that are wanted with several knobs, one pair; the next two have other knobs."""
+    same: dict[tuple[str, ...], list[Items]] = {}
+    for pair in sorted(pairs, key=sorted):
+        same.setdefault(tuple(sorted(item.name for item in pair)), []).append(pair)
+    several = [ways for ways in same.values() if len(ways) > 1]
+    left_out = {pair for turn, ways in enumerate(several) for pair in ways if pair != ways[turn % len(ways)]}
+    return {pair: whole for pair, whole in pairs.items() if pair not in left_out}
 
 
 def _share(

@@ -31,6 +31,8 @@ class Living:
     folder: Path
     data: Path
     environment: dict[str, str]
+    shallow: bool
+    """Whether interpreted models have one layer."""
     count: int = 0
     stderr: str = ""
     """The end of standard error of the last life, if it failed."""
@@ -42,7 +44,7 @@ class Living:
         lives = Lives(self.starters[setting.interpreted], place, self.environment, limit_s=LIMIT_S)
         try:
             with setting.surroundings():
-                life = lives.live(setting.recipe(techniques, self.data), parts)
+                life = lives.live(setting.recipe(techniques, self.data, shallow=self.shallow), parts)
             self.stderr = life.parts[-1].stderr
             return life.problem
         finally:

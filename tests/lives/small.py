@@ -93,8 +93,9 @@ WIDER = Size(64, 16, 64, 336, {"lm": 32})
 LARGER = Size(256, 64, 512, 528, {"lm": 128, "sft": 128, "dpo": 128})
 
 
-SHORTER = {"schedule.steps": 4, "run.validate_sequences": 2, "run.sample_tokens": 2}
-"""A save, a kill, a validation, a sample and a last save: interpreted kernels take their time for every step."""
+SHORTER = {"schedule.steps": 4, "run.save_every": 1, "run.validate_sequences": 2, "run.sample_tokens": 2}
+"""A save, a kill in the second step, a resume, a validation and a sample, a step after them and the last of everything:
+interpreted kernels take their time for every step, and a compiler for every validation in another process."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,14 @@ class Setting:
             return LARGER
         return WIDER if self.axis in ("cp", "tp") else SMALL  # a rank's part must be wide enough, too
 
-    def recipe(self, techniques: Iterable[Item] = (), data: Path = Path("data")) -> Recipe:
-        """The recipe of a short life with these techniques."""
+    def recipe(
+        self, techniques: Iterable[Item] = (), data: Path = Path("data"), *, shallow: bool = False
+    ) -> Recipe:
+        """The recipe of a short life with these techniques; `shallow`: one layer where kernels are interpreted."""
         entries = [item.entry() for item in sorted(techniques)]
-        return short(_plain(self, str(data)), techniques=entries, **SHORTER)
+        one_layer = shallow and self.interpreted and self.axis != "pp"  # whose stages have a layer each
+        fewer = {"model.shape.num_layers": 1} if one_layer else {}
+        return short(_plain(self, str(data)), techniques=entries, **SHORTER, **fewer)
 
 
 @cache

@@ -1,13 +1,14 @@
 """Every ready recipe lives a whole life on a CPU: its own techniques, as far as they run here, at a small size.
 
-A new file in `recipes/` is included by being there. Graphs are traced and interpreted (`quick_compiler.py`), and compiled in
-`make test-all`. What this machine cannot run stands in the name of the test.
+A new file in `recipes/` is included by being there. Recipes that differ in nothing but their size live one life here, which is
+named after all of them. Graphs are traced and interpreted (`quick_compiler.py`), and compiled in `make test-all`. What this
+machine cannot run stands in the name of the test.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from rush.lab.life.life import Lives, short
 from rush.lab.trial.starter import COMMANDS, Starter
 from rush.ready import RECIPES
 from rush.recipe_io import changed, load_recipe
+from tests.lives.living import Living
 from tests.lives.ready_recipes import FEW, Lived, LocalData, as_far_as_it_runs, small
 
 INTERPRETED = ("TRITON_INTERPRET", "1")
@@ -38,22 +40,34 @@ def _lived(name: str) -> Lived:
 READY = [_lived(name) for name in RECIPES.names()]
 
 
-def _starter(*preloaded: str) -> Iterator[Starter]:
-    with pytest.MonkeyPatch.context() as surroundings:
-        surroundings.setenv(*INTERPRETED)
-        starter = Starter(("tests.quick_interpreter", *preloaded, *COMMANDS), dismantle=False)
-        yield starter
-        starter.close()
+def _without_size(lived: Lived) -> str:
+    """All that is left of a small recipe but which model it was made of."""
+    rest = lived.recipe.model_dump_json(exclude={"about": True, "model": {"name"}})
+    return f"{rest} {lived.recipe.shape()} {lived.left_out}"
+
+
+def _together() -> list[Lived]:
+    """One of those that are equal, with all their names."""
+    equal: dict[str, list[Lived]] = {}
+    for lived in READY:
+        equal.setdefault(_without_size(lived), []).append(lived)
+    return [replace(several[0], name=", ".join(one.name for one in several)) for several in equal.values()]
 
 
 @pytest.fixture(scope="module")
-def starter() -> Iterator[Starter]:
-    yield from _starter("tests.lives.quick_compiler")
+def starter(living: Living) -> Iterator[Starter]:
+    with pytest.MonkeyPatch.context() as surroundings:
+        surroundings.setenv(*INTERPRETED)
+        yield living.starters[True]
 
 
 @pytest.fixture(scope="module")
 def compiling_starter() -> Iterator[Starter]:
-    yield from _starter()
+    with pytest.MonkeyPatch.context() as surroundings:
+        surroundings.setenv(*INTERPRETED)
+        starter = Starter(("tests.quick_interpreter", *COMMANDS), dismantle=False)
+        yield starter
+        starter.close()
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +76,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> LocalData:
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def environment(session_folder: Path, session_cache: str) -> dict[str, str]:
     """Compiled graphs are shared by all recipes and all workers, but not with other sessions: one that is killed while the
     C++ compiler writes leaves half a library behind, which ends every process that finds it."""
-    own = tmp_path_factory.getbasetemp()
-    compiled = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "inductor"
-    return {"RUSH_CACHE": str(tmp_path_factory.mktemp("cache")), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+    return {"RUSH_CACHE": session_cache, "TORCHINDUCTOR_CACHE_DIR": str(session_folder / "inductor")}
 
 
 @pytest.mark.timeout(3 * LIMIT_S)
-@pytest.mark.parametrize("lived", READY, ids=lambda lived: lived.id)
+@pytest.mark.parametrize("lived", _together(), ids=lambda lived: lived.id)
 def test_a_ready_recipe_lives_a_whole_life(
     lived: Lived, starter: Starter, data: LocalData, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -103,6 +115,10 @@ def test_a_recipe_lives_in_processes_that_import_everything_themselves(
     recipe = short(data.of(next(lived.recipe for lived in READY if lived.name == "tiny")), **FEW)
     life = Lives(Starter(fork=False), tmp_path, environment).live(recipe, ("train", "resume", "generate"))
     assert life.problem is None
+
+
+def test_every_ready_recipe_is_in_a_life() -> None:
+    assert sorted(name for lived in _together() for name in lived.name.split(", ")) == sorted(RECIPES.names())
 
 
 def test_what_is_left_out_on_a_cpu_is_what_needs_a_gpu() -> None:

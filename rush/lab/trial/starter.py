@@ -101,7 +101,8 @@ class Starter:
     ) -> list[int] | None:
         """Run `rush WORDS` to its end, in a process for each environment; their exit codes, as `run` gives them.
 
-        All of them are killed (SIGKILL) as soon as `kill_when` says so; it is asked about every millisecond.
+        All of them are killed (SIGKILL) as soon as `kill_when` says so; it is asked every millisecond at first, and after
+        ten seconds every five: a run that has taken long so far goes on like that.
         """
         children = [
             {
@@ -248,8 +249,9 @@ def _wait(
     kill: Callable[[], None],
 ) -> bool:
     """Wait until `ended`, which itself waits for as long as it is told; kill on the way when asked to. False: too late."""
-    deadline = time.monotonic() + limit_s
-    while kill_when is not None and not ended(0.001):
+    began = time.monotonic()
+    deadline = began + limit_s
+    while kill_when is not None and not ended(max(0.001, min(0.005, (time.monotonic() - began) / 2000))):
         if time.monotonic() > deadline:
             return False
         if kill_when():
