@@ -95,7 +95,7 @@ _KEPT = {"fp32", "int32", "int64"}
 
 class _QuickSemantic(TritonSemantic):  # type: ignore[misc]
     def scalar_constant(self, value: Any, dtype: Any) -> Any:
-        if dtype is not tl.int32 and dtype is not tl.float32:
+        if (dtype is not tl.int32 and dtype is not tl.float32) or value == 0:  # -0.0 is equal to 0.0
             return super().scalar_constant(value, dtype)
         key = (value.__class__, value, dtype.name)
         if key not in _CONSTANTS:

@@ -41,6 +41,8 @@ class RunFolder:
     """Tracebacks, one section for each failure."""
     last_failure = _Entry("failure.json")
     """Phase, step and techniques to blame of the last failure."""
+    trying = _Entry("trying-micro.json")
+    """The micro batch that is being tried, while `batch.micro=auto` looks for one."""
     metrics = _Entry("metrics.jsonl")
     samples = _Entry("samples.jsonl")
     saves = _Entry("saves.jsonl")

@@ -31,6 +31,7 @@ from rush.plan.memory import memory_of
 from rush.plan.micro_batch import best, candidates, needed, rates_of
 from rush.plan.spec import spec_of
 from rush.recipe import Recipe
+from rush.records.run_folder import RunFolder
 from rush.techniques import check
 from rush.training.build import Run, build
 from rush.training.corpus import Corpus
@@ -149,7 +150,7 @@ class MicroBatchSearch:
 
     @property
     def _file(self) -> Path:
-        return self.folder / "trying-micro.json"
+        return RunFolder(self.folder).trying
 
     def _failed_before(self) -> int | None:
         if not self._file.is_file():

@@ -50,8 +50,11 @@ def test_debug_shows_its_traceback_and_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_where_the_cache_cannot_be_written_the_log_is_among_temporary_files(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file where a folder should be")
-    done = command("raise ZeroDivisionError('by nothing')", tmp_path, TMPDIR=str(tmp_path))
+    file = tmp_path / "file"
+    file.write_text("a file where a folder should be")
+    done = command(
+        "raise ZeroDivisionError('by nothing')", tmp_path, TMPDIR=str(tmp_path), RUSH_CACHE=str(file)
+    )
     assert f"The full log is {tmp_path / 'rush-failure.log'}." in done.stderr
     assert (tmp_path / "rush-failure.log").is_file()
 
