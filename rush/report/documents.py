@@ -21,6 +21,14 @@ def documents_page(found: dict[str, Any], examples: list[dict[str, Any]]) -> str
         "documents.html",
         title=f"Fine-tuning data: {found['source']}",
         found=found,
+        counts=[
+            (
+                name,
+                *(f"{c[kind]:,}" for kind in ("rows", "documents", "tokens", "trained")),
+                f"{c['trained_share']:.1%}",
+            )
+            for name, c in splits.items()
+        ],
         lengths=lengths,
         lost=left_out(splits),
         unused=unused_columns(splits),
