@@ -2,6 +2,9 @@
 
 A message says what is wrong, what was found, what is allowed, what to do. The command line prints it without a traceback and
 exits with `exit_code`. Broken invariants are plain `assert`s: they are bugs, whose traceback goes to a log.
+
+A message often quotes what it found, which may be a stranger's: control characters in it would reach the terminal, and a
+value of a million characters would bury the sentence. So every message is `readable`.
 """
 
 from __future__ import annotations
@@ -9,11 +12,32 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+LONGEST_MESSAGE = 2000
+_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+_PICTURES |= dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], "�")
+_PICTURES |= dict.fromkeys(range(0xD800, 0xE000), "�") | {0x7F: "␡", 0x9B: "␛"}
+
+
+def printable(text: str) -> str:
+    """Control characters (also those that turn the direction of writing, and halves of surrogate pairs) shown, not sent."""
+    return text.translate(_PICTURES)
+
+
+def readable(message: str) -> str:
+    """A message without control characters, of at most 2,000 characters: a longer one loses its middle."""
+    half = LONGEST_MESSAGE // 2 - 50
+    if (more := len(message) - LONGEST_MESSAGE) > 0:
+        message = f"{message[:half]} … ({more + 100:,} characters left out) … {message[-half:]}"
+    return printable(message)
+
 
 class RushError(Exception):
     """An error that the user can understand and fix."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return readable(super().__str__())
 
 
 class RecipeError(RushError):

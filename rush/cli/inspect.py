@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from rush.cli.options import Json, Overrides, complete_recipe
-from rush.cli.output import print_json, print_table, printable
-from rush.errors import RecipeError
+from rush.cli.output import print_json, print_table
+from rush.errors import RecipeError, printable
 
 if TYPE_CHECKING:
     from rush.recipe import Recipe

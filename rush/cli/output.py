@@ -11,23 +11,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-LONGEST_MESSAGE = 2000
-_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {
-    0x7F: "␡",
-    0x9B: "␛",
-}
-
-
-def printable(text: str) -> str:
-    """Control characters, shown instead of sent to the terminal."""
-    return text.translate(_PICTURES)
+from rush.errors import readable
 
 
 def print_error(message: str) -> None:
     """One message on standard error, without control characters and of bounded length."""
-    if (more := len(message) - LONGEST_MESSAGE) > 0:
-        message = f"{message[: LONGEST_MESSAGE // 2]} … ({more:,} characters left out) … {message[-LONGEST_MESSAGE // 2 + 100 :]}"
-    typer.secho(f"error: {printable(message)}", err=True, fg="red")
+    typer.secho(f"error: {readable(message)}", err=True, fg="red")
 
 
 def print_json(value: Any) -> None:
