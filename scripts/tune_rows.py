@@ -7,7 +7,7 @@ The kernels choose by rules (`rush.kernels.support.row_tile` and `persistent_row
 by autotuning: a choice made anew in every process would change the last bits of a weight's gradient from run to run.
 This script is how the rules are checked. A variant is the kernel with some of those names replaced while it is called.
 All cores compile, then for each op and width every variant's results and gradients are held against float64, and they
-take turns under the clock (`rush.bench.kernel_clock`: the cache is overwritten before each call). The quickest three race
+take turns under the clock (`rush.hardware.stopwatch`: the cache is overwritten before each call). The quickest three race
 once more, with the shape in use, Liger and a copy of as many bytes. The last thing printed is a table: what to change,
 and what it gives.
 """
@@ -37,8 +37,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rush.bench import kernel_check as check
-from rush.bench.kernel_clock import CaseFailed, Effort, TimedCase, take_turns
 from rush.bench.kernel_measure import one_line
+from rush.hardware.stopwatch import CaseFailed, Effort, TimedCase, take_turns
 from rush.kernels import partials, study
 from rush.kernels.bias_grad import triton as bias_grad
 from rush.kernels.gelu import triton as gelu

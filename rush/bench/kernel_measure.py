@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from rush.bench import kernel_check as check
-from rush.bench.kernel_clock import CaseFailed, Effort, TimedCase, take_turns
 from rush.errors import RushError
+from rush.hardware.stopwatch import CaseFailed, Effort, TimedCase, take_turns
 from rush.kernels.study import Call, Contender, Inputs, Pass, Size, Study
 from rush.lab.statistics import median_interval
 from rush.records.kernels import KernelRow

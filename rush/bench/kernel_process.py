@@ -23,11 +23,11 @@ import torch
 
 import rush.kernels
 from rush.bench.kernel_bench import MARK, empty_op
-from rush.bench.kernel_clock import QUICK, Effort
 from rush.bench.kernel_measure import BenchDevice, DeviceLost, measure_size, one_line
 from rush.bench.kernel_targets import targets_of
 from rush.files import json_safe, write_json_atomic
-from rush.hardware import ceilings, conditions, probe
+from rush.hardware import ceilings, conditions, probe, stopwatch
+from rush.hardware.stopwatch import QUICK, Effort
 from rush.kernels.study import load
 from rush.lab.trial.parent_death import die_with_parent
 from rush.version import __version__
@@ -134,6 +134,7 @@ def _key(name: str, fingerprint: str, quick: bool) -> str:
         root / "support.py",
         *sorted(path for path in (root / "cpu").iterdir() if path.is_file()),
         *sorted(Path(__file__).parent.glob("kernel_*.py")),
+        Path(stopwatch.__file__),
     ]
     digest = hashlib.sha256(f"{fingerprint} {quick} {__version__} {_packages()}".encode())
     for file in files:

@@ -1,9 +1,8 @@
 """Timing of large matmuls and copies for the ceilings, within a time budget.
 
 Data is random: with zeros a chip draws less power and clocks higher. Shapes grow until the budget is spent: bf16 on a CPU without
-bf16 instructions is hundreds of times slower than fp32, and a fixed number of large matmuls would take hours. CUDA is timed
-with events, a CPU with the clock, after a warm-up. Torch's global generators are not used: a run that measures must sample the
-same random numbers as one with cached ceilings.
+bf16 instructions is hundreds of times slower than fp32, and a fixed number of large matmuls would take hours. Torch's global
+generators are not used: a run that measures must sample the same random numbers as one with cached ceilings.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rush.hardware.samples import Sample
+from rush.hardware.stopwatch import time_calls
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 HALF_KERNEL = "half_kernel"
@@ -47,7 +47,6 @@ _CUDA_SHAPES = (
     (16384, 2048, 8192),
     (16384, 8192, 2048),
 )
-_MAX_REPEATS = 30
 _MIN_REPEATS = 3
 
 
@@ -162,41 +161,8 @@ def _fits(device: str, size_bytes: int) -> bool:
     return device != "cuda" or 2 * size_bytes < torch.cuda.mem_get_info()[0]
 
 
-def _time(work: Callable[[], object], device: str, *, budget_s: float) -> tuple[float, ...]:
-    """Seconds of three to thirty repeats, within the budget where possible."""
-    clock = _time_on_device if device == "cuda" else _time_on_host
-    once = clock(work, device)
-    # Warm up for a tenth of the budget: a GPU starts at idle clocks.
-    warm_until = time.perf_counter() + budget_s / 10
-    while time.perf_counter() < warm_until:
-        once = clock(work, device)
-    seconds: list[float] = []
-    deadline = time.perf_counter() + budget_s * 0.8
-    while len(seconds) < _MIN_REPEATS or (
-        len(seconds) < _MAX_REPEATS and time.perf_counter() + once < deadline
-    ):
-        seconds.append(clock(work, device))
-    return tuple(seconds)
-
-
-def _time_on_device(work: Callable[[], object], device: str) -> float:
-    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1000
-
-
-def _time_on_host(work: Callable[[], object], device: str) -> float:
-    if device == "mps":
-        torch.mps.synchronize()
-    began = time.perf_counter()
-    work()
-    if device == "mps":
-        torch.mps.synchronize()
-    return time.perf_counter() - began
+def _time(work: Callable[[], object], device: str, budget_s: float) -> tuple[float, ...]:
+    return tuple(time_calls(work, device, budget_s=budget_s, least=_MIN_REPEATS, window_s=0.0))
 
 
 @contextlib.contextmanager

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from rush.bench import kernel_bench, kernel_check, kernel_measure, kernel_process
-from rush.bench.kernel_clock import Effort, TimedCase, take_turns
 from rush.bench.kernel_measure import INTERPRETED, BenchDevice, measure_size
 from rush.bench.kernel_targets import describe, targets_of
 from rush.errors import KernelRefusal, RecipeError
 from rush.hardware.measure import bandwidth
+from rush.hardware.stopwatch import Effort, TimedCase, take_turns
 from rush.kernels import cpu
 from rush.kernels import study as studies
 from rush.kernels.study import Contender, Pass, Size, Study, Target, Work
