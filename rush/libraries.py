@@ -22,6 +22,14 @@ def load_library(name: str) -> ModuleType:
         return import_module(name)
 
 
+def hush_matmul_fallback() -> None:
+    """Drop torch's warning, with a C++ stack trace, that a CPU without bf16 units multiplies bf16 by BLAS.
+
+    Torch says so once per process, at its first such matmul. `rush probe` shows the rate that this fallback has.
+    """
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)
+
+
 def hush(logger: str, *phrases: str) -> None:
     """Drop the messages of this logger that hold one of these phrases."""
     told = logging.getLogger(logger)

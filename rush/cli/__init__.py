@@ -43,6 +43,7 @@ from rush.cli.shutdown import (
     log_unexpected,
 )
 from rush.errors import RushError
+from rush.libraries import hush_matmul_fallback
 from rush.version import __version__
 
 app = typer.Typer(
@@ -107,6 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
     """The entry point of `rush` and `python -m rush`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
+    hush_matmul_fallback()
     status = exit_before_finalization() if arguments is None else ExitStatus()
     if arguments is None and not debug:
         install_exception_hooks()

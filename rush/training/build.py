@@ -21,6 +21,7 @@ from rush.data import Batch
 from rush.errors import MachineError
 from rush.hardware import Machine, memory_in_use
 from rush.hardware.memory_use import MemoryLimit, trim_heap
+from rush.libraries import hush_matmul_fallback
 from rush.models import Decoder, build_model, flops_per_token
 from rush.models.initial import initial_values
 from rush.models.quantized import stored_values
@@ -168,6 +169,7 @@ def build(
     A layout of several ranks is built by all of them at the same time, each with its own `ranks`.
     """
     ranks = ranks or Ranks()
+    hush_matmul_fallback()
     if recipe.run.deterministic:
         # cuBLAS reads this when it is first used, which is after this line in every process that builds a run: with another
         # workspace it chooses other algorithms, which round otherwise.
