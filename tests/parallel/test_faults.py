@@ -157,10 +157,14 @@ import os, signal, sys, time
 rank, folder = int(os.environ["RANK"]), "{folder}"
 tries = len([name for name in os.listdir(folder) if name.startswith(f"try-{{rank}}-")])
 world = os.environ["WORLD_SIZE"]
-with open(f"{{folder}}/try-{{rank}}-{{tries}}", "w") as told:
+with open(f"{{folder}}/.{{rank}}", "w") as told:
     told.write(world + " " + " ".join(sys.argv[1:]))
+os.rename(f"{{folder}}/.{{rank}}", f"{{folder}}/try-{{rank}}-{{tries}}")
+while not all(os.path.exists(f"{{folder}}/try-{{other}}-{{tries}}") for other in range(int(world))):
+    time.sleep(0.01)
 {what}
 """
+"""Ranks wait for each other before they do anything: on a busy machine one could end before another has begun."""
 
 
 def fake_ranks(monkeypatch: pytest.MonkeyPatch, folder: Path, what: str) -> Path:
