@@ -176,6 +176,24 @@ def test_merged_weights_give_the_adapted_logits_up_to_rounding(family: str, vari
     assert not torch.allclose(logits(plain), logits(tiny(family)), atol=1e-3)
 
 
+def test_dora_scales_the_rows_and_not_the_bias() -> None:
+    """A fresh model's biases are zero, so only a layer with another one shows it."""
+    layer = torch.nn.Linear(24, 16)
+    adapter = Adapter(24, 16, AdapterSpec(rank=4, alpha=8, dora=True))
+    attach(layer, adapter)
+    adapter.init_weights(0, "layer", layer)
+    with torch.no_grad():
+        layer.bias.normal_()
+        adapter.b.normal_()
+        assert adapter.magnitude is not None
+        adapter.magnitude.mul_(torch.linspace(0.5, 2.0, 16))
+    x = torch.randn(5, 24)
+    weight = layer.weight.double() + adapter.spec.scale * adapter.b.double() @ adapter.a.double()
+    weight = weight * (adapter.magnitude.double() / weight.norm(dim=1))[:, None]
+    exact = torch.nn.functional.linear(x.double(), weight, layer.bias.double())
+    torch.testing.assert_close(layer(x).double(), exact, rtol=1e-5, atol=1e-5)
+
+
 def test_initial_values_are_a_function_of_seed_and_name() -> None:
     one, two, other = adapted("llama"), adapted("llama"), tiny("llama")
     adapt(other, {"blocks.1.mlp.up": AdapterSpec(rank=4, alpha=8)})

@@ -72,6 +72,14 @@ def test_rms_norm_equals_float64_and_in_bf16_errs_by_rounding_only() -> None:
     assert (halved - expected).abs().max() < 3 * 2**-8 * expected.abs().max()
 
 
+def test_rms_norm_of_fp16_squares_in_fp32() -> None:
+    """300² is beyond fp16: squared in that dtype, the mean would be infinite and every output zero."""
+    x = torch.linspace(-300, 300, 64).half()
+    exact = x.double() / (x.double().square().mean() + 1e-5).sqrt()
+    ours = RMSNorm(64, 1e-5).half()(x)
+    torch.testing.assert_close(ours.double(), exact, rtol=2e-3, atol=1e-4)
+
+
 def test_layer_norm_equals_float64() -> None:
     norm = LayerNorm(16, eps=1e-5)
     with torch.no_grad():
