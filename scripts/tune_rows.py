@@ -39,11 +39,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rush.bench import kernel_check as check
 from rush.bench.kernel_measure import one_line
 from rush.hardware.stopwatch import CaseFailed, Effort, TimedCase, take_turns
-from rush.kernels import partials, study
+from rush.kernels import norm_rows, partials, study
 from rush.kernels.bias_grad import triton as bias_grad
 from rush.kernels.gelu import triton as gelu
-from rush.kernels.layernorm import triton as layernorm
-from rush.kernels.rmsnorm import triton as rmsnorm
 from rush.kernels.rope import triton as rope
 from rush.kernels.study import Inputs, Size, Study
 from rush.kernels.support import PersistentRows, RowTile, next_power_of_2
@@ -95,14 +93,13 @@ def variants(group: Group) -> dict[str, list[Variant]]:
         return {"forward": tried, "backward": tried}
     if op == "rope":
         return {"forward": _turns()}
-    module = {"rmsnorm": rmsnorm, "layernorm": layernorm, "bias_grad": bias_grad}[op]
     sums = _sums() if width in TARGETS and not group.add else []
     if op == "bias_grad":
         return {"backward": _row_groups() + sums}
-    walks = _walks(module, width, group.add)
+    walks = _walks(width, group.add)
     if group.add:
         return {"backward": walks}
-    return {"forward": _tiles(module, width), "backward": walks + sums}
+    return {"forward": _tiles(width), "backward": walks + sums}
 
 
 def _elementwise(module: Any) -> list[Variant]:
@@ -156,16 +153,16 @@ def _shapes(width: int) -> list[tuple[int, int]]:
     ]
 
 
-def _tiles(module: Any, width: int) -> list[Variant]:
+def _tiles(width: int) -> list[Variant]:
     found = []
     for rows, warps in _shapes(width):
         tile = RowTile(rows, next_power_of_2(width), warps)
-        change = (module, "row_tile", lambda *_, tile=tile, **__: tile)
+        change = (norm_rows, "row_tile", lambda *_, tile=tile, **__: tile)
         found.append(Variant(f"{rows} rows, {warps} warps", (change,)))
     return found
 
 
-def _walks(module: Any, width: int, add: bool) -> list[Variant]:
+def _walks(width: int, add: bool) -> list[Variant]:
     """The product's walk with other figures."""
     block, found = next_power_of_2(width), []
     for rows, warps in _shapes(width):
@@ -177,7 +174,7 @@ def _walks(module: Any, width: int, add: bool) -> list[Variant]:
                 shared = rows * block * 2 * (3 if add else 2) * (stages - 1)
                 if shared * walk.programs_per_sm <= 220_000:
                     name = f"{rows} rows, {warps} warps, {stages} stages, {walk.programs_per_sm} programs"
-                    found.append(Variant(name, ((module, "persistent_rows", lambda *_, walk=walk: walk),)))
+                    found.append(Variant(name, ((norm_rows, "persistent_rows", lambda *_, walk=walk: walk),)))
     return list({variant.name: variant for variant in found}.values())
 
 

@@ -131,7 +131,7 @@ def _key(name: str, fingerprint: str, quick: bool) -> str:
     root = Path(rush.kernels.__file__).parent
     files = [
         *sorted((root / name).glob("*.py")),
-        root / "support.py",
+        *sorted(root.glob("*.py")),
         *sorted(path for path in (root / "cpu").iterdir() if path.is_file()),
         *sorted(Path(__file__).parent.glob("kernel_*.py")),
         Path(stopwatch.__file__),

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rush.kernels import norm_ops
-from rush.kernels.layernorm import triton as kernels
+from rush.kernels import norm_ops, norm_rows
+from rush.kernels.layernorm.triton import layernorm_backward_kernel, layernorm_forward_kernel
 from rush.kernels.norm_ops import empty, empty_statistic, sum_dtype
 from rush.kernels.support import op
 
@@ -37,11 +37,29 @@ def add_layernorm(
     return out, total
 
 
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    parameters = weight.contiguous(), bias.contiguous()
+    out, total, (mean, rstd) = norm_rows.forward(
+        layernorm_forward_kernel, 2, x, residual, parameters, eps, dtype
+    )
+    return out, total, mean, rstd
+
+
+def _backward(
+    dout: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    saved = x, weight.contiguous(), mean, rstd
+    dx, dweight, dbias = norm_rows.backward(layernorm_backward_kernel, 2, dout, dsum, *saved)
+    return dx, dweight, dbias
+
+
 @op("layernorm")
 def _layernorm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out, _, mean, rstd = kernels.forward(x, None, weight.contiguous(), bias.contiguous(), eps, dtype)
+    out, _, mean, rstd = _forward(x, None, weight, bias, eps, dtype)
     return out, mean, rstd
 
 
@@ -49,7 +67,7 @@ def _layernorm(
 def _add_layernorm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    out, total, mean, rstd = kernels.forward(x, residual, weight.contiguous(), bias.contiguous(), eps, dtype)
+    out, total, mean, rstd = _forward(x, residual, weight, bias, eps, dtype)
     assert total is not None
     return out, total, mean, rstd
 
@@ -58,14 +76,14 @@ def _add_layernorm(
 def _layernorm_backward(
     dout: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return kernels.backward(dout, None, x, weight.contiguous(), mean, rstd)
+    return _backward(dout, None, x, weight, mean, rstd)
 
 
 @op("add_layernorm_backward")
 def _add_layernorm_backward(
     dout: Tensor, dsum: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return kernels.backward(dout, dsum, x, weight.contiguous(), mean, rstd)
+    return _backward(dout, dsum, x, weight, mean, rstd)
 
 
 @_layernorm.register_fake

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rush.kernels import norm_ops
+from rush.kernels import norm_ops, norm_rows
 from rush.kernels.norm_ops import empty, empty_statistic, sum_dtype
-from rush.kernels.rmsnorm import triton as kernels
+from rush.kernels.rmsnorm.triton import rmsnorm_backward_kernel, rmsnorm_forward_kernel
 from rush.kernels.support import op
 
 __all__ = ["add_rmsnorm", "rmsnorm"]
@@ -36,9 +36,25 @@ def add_rmsnorm(
     return out, total
 
 
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    parameters = (weight.contiguous(),)
+    out, total, (rstd,) = norm_rows.forward(rmsnorm_forward_kernel, 1, x, residual, parameters, eps, dtype)
+    return out, total, rstd
+
+
+def _backward(
+    dout: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    saved = x, weight.contiguous(), rstd
+    dx, dweight = norm_rows.backward(rmsnorm_backward_kernel, 1, dout, dsum, *saved)
+    return dx, dweight
+
+
 @op("rmsnorm")
 def _rmsnorm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    out, _, rstd = kernels.forward(x, None, weight.contiguous(), eps, dtype)
+    out, _, rstd = _forward(x, None, weight, eps, dtype)
     return out, rstd
 
 
@@ -46,21 +62,21 @@ def _rmsnorm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple
 def _add_rmsnorm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out, total, rstd = kernels.forward(x, residual, weight.contiguous(), eps, dtype)
+    out, total, rstd = _forward(x, residual, weight, eps, dtype)
     assert total is not None
     return out, total, rstd
 
 
 @op("rmsnorm_backward")
 def _rmsnorm_backward(dout: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    return kernels.backward(dout, None, x, weight.contiguous(), rstd)
+    return _backward(dout, None, x, weight, rstd)
 
 
 @op("add_rmsnorm_backward")
 def _add_rmsnorm_backward(
     dout: Tensor, dsum: Tensor, x: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return kernels.backward(dout, dsum, x, weight.contiguous(), rstd)
+    return _backward(dout, dsum, x, weight, rstd)
 
 
 @_rmsnorm.register_fake
