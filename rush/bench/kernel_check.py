@@ -31,6 +31,8 @@ class ExactResults:
     exact: Results
     plain_errors: Mapping[str, float]
     dtype: torch.dtype
+    gradients: frozenset[str]
+    """Those of the results that are gradients."""
 
 
 def fresh(inputs: Inputs) -> dict[str, Tensor]:
@@ -119,10 +121,11 @@ def exact_results(
     outputs = outputs_of(plain, mine)
     grad_outputs = random_grad_outputs(differentiable(outputs))
     found = {_result_name(place, len(outputs)): output.detach() for place, output in enumerate(outputs)}
-    found |= backward_of(outputs, mine, copies(grad_outputs))
+    gradients = backward_of(outputs, mine, copies(grad_outputs))
     del outputs, mine
     right = results_of(reference, widened(inputs, exact), copies(grad_outputs))
-    return ExactResults(right, errors_of(found, right), dtype), grad_outputs
+    errors = errors_of(found | gradients, right)
+    return ExactResults(right, errors, dtype, frozenset(gradients)), grad_outputs
 
 
 def errors_of(found: Results, exact: Results) -> dict[str, float]:
@@ -166,7 +169,7 @@ def _allowed(name: str, contender: Contender, expected: ExactResults) -> float:
         return contender.tolerance
     if contender.kind == "plain":
         return PLAIN_MAY_BE_OFF[expected.dtype]
-    factor = BACKWARD_FACTOR if name.startswith("gradient") else FORWARD_FACTOR
+    factor = BACKWARD_FACTOR if name in expected.gradients else FORWARD_FACTOR
     # A root mean square over many values is a fraction of one rounding; a single number may be off by a whole one.
     least = torch.finfo(expected.dtype).eps / (4 if expected.exact[name].numel() > 16 else 1)
     return max(factor * expected.plain_errors.get(name, 0.0), least)

@@ -69,14 +69,17 @@ class Heartbeat:
     entered: dict[str, int] = field(default_factory=dict)
     """Collectives entered, by group."""
     wait: str = ""
-    """The declared wait, as `kind/number`."""
+    """The name of the declared `Wait`."""
+    wait_number: int = 0
     host: str = ""
     pid: int = 0
 
     @property
     def waits_for(self) -> str:
         """A name for what the rank waits for; empty if it does not."""
-        return f"{self.group}/{self.number}" if self.collective else self.wait
+        if self.collective:
+            return f"{self.group}/{self.number}"
+        return f"{self.wait}/{self.wait_number}" if self.wait else ""
 
 
 class Watchdog:
@@ -165,7 +168,8 @@ class Watchdog:
             self._beat,
             self.phase,
             self._inside(),
-            wait=f"{wait[0].name}/{wait[1]}" if wait is not None else "",
+            wait=wait[0].name if wait is not None else "",
+            wait_number=wait[1] if wait is not None else 0,
             host=socket.gethostname(),
             pid=os.getpid(),
         )
@@ -217,7 +221,7 @@ class Watchdog:
                 + ", ".join(f"rank {r} in {theirs.inside}" for r, theirs in after.items() if r != self._rank)
                 + ")"
             ]
-        waited = mine.collective or Wait[mine.wait.partition("/")[0]].value
+        waited = mine.collective or Wait[mine.wait].value
         message = (
             f"rank {self._rank} has waited {self._limit_s:g} s (run.timeout_s) at {mine.phase} for {waited}, in {mine.inside}: "
             + "; ".join(found[:4])

@@ -77,6 +77,9 @@ class TargetMachine:
     """Host memory of a server; None where it is not known."""
     features: tuple[str, ...] = ()
     """CPU features, as the probe names them; empty if unknown."""
+    capability: tuple[int, int] | None = None
+    """As torch reports it."""
+    rocm: bool = False
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of large matmuls; a dtype without a rate uses fp32's (or what was measured)."""
@@ -84,18 +87,7 @@ class TargetMachine:
 
     def machine(self) -> Machine:
         """The machine as a probe would describe it, for techniques' requirements."""
-        capability = {
-            "t4": (7, 5),
-            "v100": (7, 0),
-            "3090": (8, 6),
-            "4090": (8, 9),
-            "l40s": (8, 9),
-            "5090": (12, 0),
-        }
-        found = next((value for start, value in capability.items() if self.key.startswith(start)), None)
-        if found is None:
-            found = (8, 0) if self.key.startswith("a") else (10, 0) if self.key.startswith("b") else (9, 0)
-        device = Device(self.name, int(self.memory_bytes), found if self.kind == "cuda" else None)
+        device = Device(self.name, int(self.memory_bytes), self.capability)
         return Machine(
             device="cuda" if self.kind == "cuda" else "cpu",
             devices=(device,) * min(self.devices, self.devices_per_node),
@@ -106,8 +98,8 @@ class TargetMachine:
             python="3",
             torch="2",
             triton="3",
-            cuda="13" if self.key != "mi300x" else None,
-            hip="7" if self.key == "mi300x" else None,
+            cuda=None if self.rocm else "13",
+            hip="7" if self.rocm else None,
             driver=None,
         )
 
@@ -162,8 +154,8 @@ def _from_sheet(sheet: Datasheet) -> TargetMachine:
         copy, how = rates.pop("copy"), "calibrated"
         source = "ceilings measured on this kind of accelerator (results/)"
     else:
-        share = next((value for start, value in BETTER.items() if sheet.key.startswith(start)), None)
-        lowered = ("float16", "bfloat16", "tf32", *(("float8",) if sheet.key in FP8_TOO else ()))
+        share = BETTER.get(sheet.chip)
+        lowered = ("float16", "bfloat16", "tf32", *(("float8",) if sheet.chip in FP8_TOO else ()))
         rates = {
             dtype: peak * (share if share is not None and dtype in lowered else DERATING[dtype])
             for dtype, peak in sheet.peak_flops.items()
@@ -173,7 +165,8 @@ def _from_sheet(sheet: Datasheet) -> TargetMachine:
     reserved = 0.985  # the driver keeps a little: an H200 of 141 GB shows 139.8 GiB
     memory = 150_109_880_320 if sheet.key == "h200-sxm" else sheet.memory_bytes * reserved
     return TargetMachine(
-        sheet.key, sheet.key, memory, rates, sheet.peak_flops, copy, 0, 0, 1, 1, 0, how, (source,)
+        sheet.key, sheet.key, memory, rates, sheet.peak_flops, copy, 0, 0, 1, 1, 0, how, (source,),
+        capability=sheet.capability, rocm=sheet.rocm,
     )  # fmt: skip
 
 
@@ -264,4 +257,6 @@ def target_here(machine: Machine, rates: Mapping[str, Any]) -> TargetMachine:
         launch_s=rates.get("launch_s"),
         host_bytes=machine.ram_bytes if machine.device == "cuda" else None,
         features=machine.cpu.features,
+        capability=machine.capability,
+        rocm=machine.hip is not None,
     )

@@ -46,8 +46,16 @@ def division_of(
     return divisions[key]
 
 
-def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """The table on the device, copied asynchronously from pinned memory."""
+def table_of(*columns: Sequence[Tensor], numbers: Sequence[int] | None = None) -> Tensor:
+    """A row per tensor of the first column: the addresses of all columns, its size and its number, if they have one.
+
+    Copied asynchronously from pinned memory.
+    """
+    first = columns[0]
+    rows = [[*(x.data_ptr() for x in tensors), tensors[0].numel()] for tensors in zip(*columns, strict=True)]
+    if numbers is not None:
+        rows = [[*row, number] for row, number in zip(rows, numbers, strict=True)]
+    device = first[0].device
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)
 

@@ -194,11 +194,9 @@ def update(
     lr: Tensor | float,
     found_inf: Tensor | None,
     grad_scale: Tensor | None,
+    hyperparameters: list[float],
     *,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
     step: int,
     stochastic_rounding: bool,
     seed: int,
@@ -212,7 +210,7 @@ def update(
         lr,
         found_inf,
         grad_scale,
-        *hyperparameters(betas, eps, weight_decay, step),
+        *hyperparameters,
         seed,
         step,
         PARAMETER=TYPES[dtypes[0]],
@@ -229,9 +227,8 @@ def update(
     )
 
 
-def hyperparameters(
-    betas: tuple[float, float], eps: float, weight_decay: float, step: int
-) -> tuple[float, ...]:
+def hyperparameters(betas: tuple[float, float], eps: float, weight_decay: float, step: int) -> list[float]:
     """The kernel's scalars, computed in float64."""
-    beta1, beta2 = betas
-    return (beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay, 1 - beta1**step, (1 - beta2**step) ** 0.5)
+    beta1, beta2 = map(float, betas)
+    corrections = 1 - beta1**step, (1 - beta2**step) ** 0.5
+    return [beta1, 1 - beta1, beta2, 1 - beta2, float(eps), float(weight_decay), *corrections]

@@ -75,9 +75,7 @@ def adamw_(
             found_inf,
             grad_scale,
             0.0 if on_device else float(lr),
-            *map(float, betas),
-            float(eps),
-            float(weight_decay),
+            kernels.hyperparameters(betas, eps, weight_decay, step),
             step,
             stochastic_rounding and torch.bfloat16 in (kind[0], kind[2]),
             seed,
@@ -112,32 +110,23 @@ def _adamw(
     found_inf: Tensor | None,
     grad_scale: Tensor | None,
     lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    hyperparameters: list[float],
     step: int,
     stochastic_rounding: bool,
     seed: int,
     numbers: list[int],
     is_aligned: bool,
 ) -> None:
-    groups = zip(parameters, gradients, exp_avgs, exp_avg_sqs, strict=True)
-    entries = [
-        [*(tensor.data_ptr() for tensor in tensors), tensors[0].numel(), number]
-        for tensors, number in zip(groups, numbers, strict=True)
-    ]
+    table = table_of(parameters, gradients, exp_avgs, exp_avg_sqs, numbers=numbers)
     with record_function(STOCHASTIC_ROUNDING) if stochastic_rounding else nullcontext():
         kernels.update(
-            table_of(entries, parameters[0].device),
+            table,
             Division(rows, starts),
             lr if lr_on_device is None else lr_on_device,
             found_inf,
             grad_scale,
+            hyperparameters,
             dtypes=(parameters[0].dtype, gradients[0].dtype, exp_avgs[0].dtype),
-            betas=(beta1, beta2),
-            eps=eps,
-            weight_decay=weight_decay,
             step=step,
             stochastic_rounding=stochastic_rounding,
             seed=seed,

@@ -185,11 +185,9 @@ def update(
     division: Division,
     values: tuple[Tensor, Tensor],
     lr: Tensor | float,
+    hyperparameters: list[float],
     *,
     dtypes: tuple[torch.dtype, torch.dtype],
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
     step: int,
     stochastic_rounding: bool,
     seed: int,
@@ -205,7 +203,7 @@ def update(
         division.starts,
         *values,
         lr,
-        *_in_units(betas, eps, weight_decay, step),
+        *hyperparameters,
         seed,
         step,
         PARAMETER=TYPES[dtypes[0]],
@@ -220,17 +218,12 @@ def update(
     )
 
 
-def _in_units(betas: tuple[float, float], eps: float, weight_decay: float, step: int) -> tuple[float, ...]:
-    """What the kernel takes as numbers, worked out in double precision; it has moments in units of 1 − beta."""
+def scaled_hyperparameters(
+    betas: tuple[float, float], eps: float, weight_decay: float, step: int
+) -> list[float]:
+    """The kernel's scalars, computed in float64, for moments in units of 1 − beta."""
     beta1, rest1, beta2, rest2, *others, correction1, root_correction2 = hyperparameters(
         betas, eps, weight_decay, step
     )
-    return (
-        beta1 / rest1,
-        rest1,
-        beta2 / rest2,
-        rest2,
-        *others,
-        rest1 / correction1,
-        rest2**0.5 / root_correction2,
-    )
+    corrections = rest1 / correction1, rest2**0.5 / root_correction2
+    return [beta1 / rest1, rest1, beta2 / rest2, rest2, *others, *corrections]

@@ -91,9 +91,7 @@ def adamw8bit_(
             *values,
             lr if on_device else None,
             0.0 if on_device else float(lr),
-            *map(float, betas),
-            float(eps),
-            float(weight_decay),
+            kernels.scaled_hyperparameters(betas, eps, weight_decay, step),
             step,
             stochastic_rounding and kind[0] == torch.bfloat16,
             seed,
@@ -136,31 +134,22 @@ def _adamw8bit(
     unsigned_values: Tensor,
     lr_on_device: Tensor | None,
     lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    hyperparameters: list[float],
     step: int,
     stochastic_rounding: bool,
     seed: int,
     numbers: list[int],
     is_aligned: bool,
 ) -> None:
-    groups = zip(parameters, gradients, m_codes, m_scales, v_codes, v_scales, strict=True)
-    entries = [
-        [*(tensor.data_ptr() for tensor in tensors), tensors[0].numel(), number]
-        for tensors, number in zip(groups, numbers, strict=True)
-    ]
+    table = table_of(parameters, gradients, m_codes, m_scales, v_codes, v_scales, numbers=numbers)
     with record_function(STOCHASTIC_ROUNDING) if stochastic_rounding else nullcontext():
         kernels.update(
-            table_of(entries, parameters[0].device),
+            table,
             Division(rows, starts),
             (signed_values, unsigned_values),
             lr if lr_on_device is None else lr_on_device,
+            hyperparameters,
             dtypes=(parameters[0].dtype, gradients[0].dtype),
-            betas=(beta1, beta2),
-            eps=eps,
-            weight_decay=weight_decay,
             step=step,
             stochastic_rounding=stochastic_rounding,
             seed=seed,

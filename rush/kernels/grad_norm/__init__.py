@@ -50,8 +50,7 @@ def _divide(tensors: list[Tensor], divisions: Divisions | None) -> tuple[Tensor,
 
 @op("grad_norm")
 def _squares(tensors: list[Tensor], rows: Tensor, starts: Tensor, is_aligned: bool) -> Tensor:
-    table = table_of([[tensor.data_ptr(), tensor.numel()] for tensor in tensors], tensors[0].device)
-    return kernels.squares(table, Division(rows, starts), tensors[0].dtype, is_aligned)
+    return kernels.squares(table_of(tensors), Division(rows, starts), tensors[0].dtype, is_aligned)
 
 
 @_squares.register_fake
