@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rush.explain import units
-from rush.explain.chart import Curve, Curves, Dot, Mark, Panel, dot
 from rush.explain.clock import timed
 from rush.explain.topic import INTERVALS, Data, ExplainSettings, Topic, TopicTable
+from rush.report.panels import Curve, Curves, Dot, Mark, Panel, dot
 
 if TYPE_CHECKING:
     from torch import Tensor

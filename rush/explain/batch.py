@@ -14,9 +14,9 @@ from itertools import pairwise
 from typing import Any
 
 from rush.explain import units
-from rush.explain.chart import Curve, Curves, Dot, Mark, Panel, dot
 from rush.explain.clock import stat, timed
 from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
+from rush.report.panels import Curve, Curves, Dot, Mark, Panel, dot
 
 FREE = 1.5
 """A batch that takes no longer than this times a smaller one is called nearly free."""

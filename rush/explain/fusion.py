@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rush.explain import units
-from rush.explain.chart import Bar, Bars, Curve, Curves, Panel, dot
 from rush.explain.clock import byte_rate, timed
 from rush.explain.topic import INTERVALS, Data, ExplainSettings, Topic, TopicTable
+from rush.report.panels import Bar, Bars, Curve, Curves, Panel, dot
 
 if TYPE_CHECKING:
     from torch import Tensor

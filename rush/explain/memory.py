@@ -18,9 +18,9 @@ from typing import Any
 
 from rush.errors import MachineError
 from rush.explain import units
-from rush.explain.chart import Bars, Curve, Curves, Mark, Panel, bar, dot
 from rush.explain.clock import byte_rate, stat, timed
 from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
+from rush.report.panels import Bars, Curve, Curves, Mark, Panel, bar, dot
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 SAMPLE_S = 2e-3

@@ -18,9 +18,9 @@ from typing import Any
 
 from rush.errors import MachineError
 from rush.explain import units
-from rush.explain.chart import Bars, Curve, Curves, Mark, Panel, bar, dot
 from rush.explain.clock import timed
 from rush.explain.topic import INTERVALS, Data, ExplainSettings, Topic, TopicTable
+from rush.report.panels import Bars, Curve, Curves, Mark, Panel, bar, dot
 
 VOCABULARIES = (50257, 50304)
 """GPT-2's vocabulary, and the next multiple of 128."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rush.explain.drawing import pictures
 from rush.explain.records import Explanation
-from rush.explain.standalone import standalone
 from rush.files import write_atomic, write_json_atomic, writing
 from rush.report import formatting
 from rush.report.page import render
+from rush.report.panel_file import standalone
+from rush.report.panel_svg import pictures
 
 
 def page(explanation: Explanation) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rush.explain import units
-from rush.explain.chart import Bar, Bars, Curve, Curves, Dot, Panel
 from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
+from rush.report.panels import Bar, Bars, Curve, Curves, Dot, Panel
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from rush.errors import DataError, RecipeError
 from rush.explain import find
-from rush.explain.chart import Panel
 from rush.explain.topic import ExplainSettings, Topic, TopicTable
 from rush.hardware.conditions import load_now
 from rush.records.explain import EXPLAIN, FORMAT, ExplainRecord
+from rush.report.panels import Panel
 
 MOST_BYTES = 2**25
 BUSY = 0.75

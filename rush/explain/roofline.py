@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from rush.errors import MachineError, RecipeError
 from rush.explain import units
-from rush.explain.chart import Curve, Curves, Dot, Panel, dot
 from rush.explain.clock import timed
 from rush.explain.topic import INTERVALS, Data, ExplainSettings, Topic, TopicTable
+from rush.report.panels import Curve, Curves, Dot, Panel, dot
 
 if TYPE_CHECKING:
     import torch

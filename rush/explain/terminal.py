@@ -11,9 +11,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rush.explain.chart import Bars, Curves, Panel, tick_values
-from rush.explain.drawing import bar_label, bar_scale, short
 from rush.explain.topic import TopicTable
+from rush.report.panel_svg import bar_label, bar_scale, short
+from rush.report.panels import Bars, Curves, Panel, tick_values
 
 SIGNS = "●■▲◆○▬"
 COLORS = ("blue", "red", "green", "magenta", "yellow", "white")

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rush.explain.chart import Panel
 from rush.hardware.machine import Machine
+from rush.report.panels import Panel
 
 Data = dict[str, Any]
 """What a measurement came to: dicts, lists, numbers, strings, None."""

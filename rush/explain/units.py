@@ -11,33 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rush.lab.statistics import Floor, Ratio, ratio_of_medians
-from rush.report import formatting
-from rush.report.formatting import JOIN, digits
+from rush.report import formatting, panels
 
 LEAST = Floor(0.0, 0, math.log(1.05))
 
-share, si, count = formatting.share, formatting.si, formatting.count
-times = formatting.ratio
-
-
-def size(value: float | None) -> str:
-    """Bytes in binary units; exact where they are (`64 KiB`), three digits where they are not."""
-    text = formatting.size(value)
-    number, join, unit = text.partition(JOIN)
-    if value is not None and "." in number and value == float(number) * _UNITS[unit]:
-        number = number.rstrip("0").rstrip(".")
-    return f"{number}{join}{unit}"
-
-
-_UNITS = {name: 2.0 ** (10 * power) for power, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))}
-
-
-def duration(seconds: float) -> str:
-    """`95.2 ns`, `12.3 µs`, `4.56 ms`, `1.23 s`."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if abs(seconds) >= unit * 0.9995:
-            return f"{digits(seconds / unit)}{JOIN}{name}"
-    return f"{digits(seconds * 1e9)}{JOIN}ns"
+share, si, times = formatting.share, formatting.si, formatting.ratio
+duration, size, plain_number = panels.duration, panels.size, panels.plain_number
 
 
 def bandwidth(bytes_per_s: float) -> str:
@@ -65,8 +44,3 @@ def interval(ratio: Ratio) -> str:
 def listed(parts: Sequence[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-def plain_number(value: int) -> str:
-    """A whole number for a table: large ones with thin spaces."""
-    return str(value) if value < 10_000 else count(value)

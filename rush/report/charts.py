@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from rush.report.axes import NARROW, Frame
-from rush.report.svg import Scale, number, path, picture, tag, tooltip
+from rush.report.svg import Scale, path, picture, tag, tooltip, upright_whisker
 
 PANEL = Frame(NARROW.width, 300, right=34, top=26)
 
@@ -68,9 +68,9 @@ def _draw_line(line: ChartLine, x: Scale, y: Scale) -> list[Markup]:
     marks = [tag("path", class_=f"curve {kind}", d=path([(x(p.x), y(p.y)) for p in line.points]))]
     for point in line.points:
         cx = x(point.x)
-        shape = f"M{number(cx)} {number(y(point.low))}V{number(y(point.high))}"
+        interval = upright_whisker(cx, y(point.low), y(point.high), 0, "whisker thin")
         dot = tag("circle", class_=f"dot {kind}", cx=cx, cy=y(point.y), r=5 if line.ours else 4)
-        marks.append(tag("g", tooltip(point.description), tag("path", class_="whisker thin", d=shape), dot))
+        marks.append(tag("g", tooltip(point.description), interval, dot))
     return marks
 
 

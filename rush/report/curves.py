@@ -15,7 +15,18 @@ from markupsafe import Markup
 from rush.report import formatting
 from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
 from rush.report.ladder import BatchPointView, MeasureView, ParityView
-from rush.report.svg import Scale, binary_unit, number, path, picture, tag, ticks, tooltip, widened
+from rush.report.svg import (
+    Scale,
+    binary_unit,
+    number,
+    path,
+    picture,
+    tag,
+    ticks,
+    tooltip,
+    upright_whisker,
+    widened,
+)
 
 
 def batch_curves(points: Sequence[BatchPointView], stops_at: int | None) -> tuple[Markup, Markup] | None:
@@ -76,10 +87,7 @@ def _batch_dot(x: float, y: Scale, point: BatchPointView, m: MeasureView) -> Mar
         tooltip(f"{point.micro} rows: {formatting.speed(m.median)} ({formatting.interval(m.low, m.high)})")
     ]
     if m.low is not None and m.high is not None:
-        low, high = y(max(0.0, m.low)), y(m.high)
-        marks.append(tag("path", class_="whisker", d=f"M{number(x)} {number(low)}V{number(high)}"))
-        caps = "".join(f"M{number(x - 4)} {number(end)}h8" for end in (low, high))
-        marks.append(tag("path", class_="whisker", d=caps))
+        marks.append(upright_whisker(x, y(max(0.0, m.low)), y(m.high), 4))
     marks.append(tag("circle", class_="dot speed", cx=x, cy=y(m.median), r=4.5))
     return tag("g", *marks)
 

@@ -67,6 +67,16 @@ def whisker(low: float | str, high: float | str, middle: float, half: float) -> 
     return [tag("line", class_="whisker", x1=x1, x2=x2, y1=y1, y2=y2) for x1, x2, y1, y2 in ends]
 
 
+def upright_whisker(x: float, low: float, high: float, half: float, class_: str = "whisker") -> Markup:
+    """The same of a point in a chart, from `low` to `high` in the picture."""
+    caps = (
+        "".join(f"M{number(x - half)} {number(end)}h{number(2 * half)}" for end in (low, high))
+        if half
+        else ""
+    )
+    return tag("path", class_=class_, d=f"M{number(x)} {number(low)}V{number(high)}{caps}")
+
+
 def tooltip(text: str) -> Markup:
     """What a browser shows when the pointer rests on the element this is put into."""
     return tag("title", text)

@@ -15,10 +15,10 @@ import pytest
 
 from rush.errors import DataError, RecipeError
 from rush.explain import ExplainSettings, find, topics, units
-from rush.explain.drawing import draw
 from rush.explain.page import page, picture, write
 from rush.explain.records import explain, make, read
 from rush.hardware import Device, probe
+from rush.report.panel_svg import draw
 from tests.explain import made_up
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -152,7 +152,7 @@ def test_the_picture_is_to_scale_and_nothing_leaves_it(name: str) -> None:
 
 
 def test_bars_are_as_long_as_their_numbers() -> None:
-    from rush.explain.chart import Bar, Bars
+    from rush.report.panels import Bar, Bars
 
     drawn = draw(Bars("b", "s", [Bar("one", 1.0), Bar("three", 3.0), Bar("none", None, note="why")]), 1040)
     widths = [float(str(mark).split('width="')[1].split('"')[0]) for mark in drawn.marks if "<rect" in mark]
@@ -162,7 +162,7 @@ def test_bars_are_as_long_as_their_numbers() -> None:
 
 
 def test_points_are_drawn_at_their_numbers() -> None:
-    from rush.explain.chart import Curve, Curves, Dot
+    from rush.report.panels import Curve, Curves, Dot
 
     panel = Curves("t", "x", "y", "", "", [Curve("l", [Dot(1, 10), Dot(10, 100), Dot(100, 1000)], 1)])
     marks = [

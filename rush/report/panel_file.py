@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from rush.explain.chart import Panel
-from rush.explain.drawing import draw
+from rush.report.panel_svg import draw
+from rush.report.panels import Panel
 from rush.report.svg import number, shortened, svg_file, tag
 
 STYLE = """

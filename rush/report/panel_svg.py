@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from rush.explain.chart import Bar, Bars, Curve, Curves, Dot, Mark, Panel, Unit, label, tick_values
 from rush.report import formatting
 from rush.report.axes import NARROW, WIDE, Frame, free_spot, x_axis, y_axis
-from rush.report.svg import Scale, number, path, picture, shortened, tag, text_at, tooltip
+from rush.report.panels import Bar, Bars, Curve, Curves, Dot, Mark, Panel, Unit, label, tick_values
+from rush.report.svg import Scale, number, path, picture, shortened, tag, text_at, tooltip, upright_whisker
 
 LETTER = 6.7
 """About how wide a letter of the small text is."""
@@ -148,8 +148,7 @@ def _dot(line: Curve, dot: Dot, panel: Curves, cx: float, y: Scale) -> Markup:
     if dot.low is not None and dot.high is not None:
         low, high = (y(max(value, y.low)) for value in (dot.low, min(dot.high, y.high)))
         if low - high > 3:
-            ends = "".join(f"M{number(cx - 3)} {number(end)}h6" for end in (low, high))
-            parts.append(tag("path", class_="whisker", d=f"M{number(cx)} {number(low)}V{number(high)}{ends}"))
+            parts.append(upright_whisker(cx, low, high, 3))
     hollow = " hollow" if line.style == "extrapolated" else ""
     parts.append(shape(line.color, cx, y(dot.y), f"dot series-{line.color}{hollow}"))
     return tag("g", *parts)

@@ -1,6 +1,6 @@
-"""Pictures as plain data: curves and bars that know their numbers and units, and nothing of pixels.
+"""Panels as plain data: curves and bars with their numbers and units, and nothing about pixels.
 
-The same panel is drawn as SVG on the page and with characters in the terminal.
+`panel_svg.py` draws a panel for a page, `panel_file.py` several of them into an SVG file, and the terminal with characters.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rush.explain import units
+from rush.report import formatting
+from rush.report.formatting import JOIN, digits
 from rush.report.svg import binary_unit, ticks
 
 Unit = Literal["", "B", "B/s", "FLOP/s", "s", "%", "×"]
@@ -89,16 +90,41 @@ Panel = Curves | Bars
 def label(value: float, unit: Unit) -> str:
     """A value with its unit, as a person reads it."""
     if unit == "s":
-        return units.duration(value)
+        return duration(value)
     if unit == "B":
-        return units.size(value)
+        return size(value)
     if unit == "%":
-        return units.share(value)
+        return formatting.share(value)
     if unit == "×":
-        return units.times(value)
+        return formatting.ratio(value)
     if unit == "" and value == int(value) and abs(value) < 1e6:
-        return units.plain_number(int(value))
-    return units.si(value, unit)
+        return plain_number(int(value))
+    return formatting.si(value, unit)
+
+
+def size(value: float | None) -> str:
+    """Bytes in binary units; exact where they are (`64 KiB`), three digits where they are not."""
+    text = formatting.size(value)
+    number, join, unit = text.partition(JOIN)
+    if value is not None and "." in number and value == float(number) * _UNITS[unit]:
+        number = number.rstrip("0").rstrip(".")
+    return f"{number}{join}{unit}"
+
+
+_UNITS = {name: 2.0 ** (10 * power) for power, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))}
+
+
+def duration(seconds: float) -> str:
+    """`95.2 ns`, `12.3 µs`, `4.56 ms`, `1.23 s`."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(seconds) >= unit * 0.9995:
+            return f"{digits(seconds / unit)}{JOIN}{name}"
+    return f"{digits(seconds * 1e9)}{JOIN}ns"
+
+
+def plain_number(value: int) -> str:
+    """A whole number for a table: large ones with thin spaces."""
+    return str(value) if value < 10_000 else formatting.count(value)
 
 
 def dot(x: float, stat: Mapping[str, Any], amount: float | None = None, *, note: str = "") -> Dot:
