@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ from tests.lab.test_timing import SHORT
 FIRST_S, USUAL_S = 3.0, 0.25
 
 
+@pytest.mark.parametrize(("window_ms", "steps"), [(0.0, 1), (600.0, 3)])
 def test_compile_time_is_the_first_step_less_a_usual_one(
-    small_recipe: Path, monkeypatch: pytest.MonkeyPatch
+    window_ms: float, steps: int, small_recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = 0
 
@@ -33,7 +35,10 @@ def test_compile_time_is_the_first_step_less_a_usual_one(
     recipe = load_recipe(str(small_recipe))
     run = build(recipe, probe("cpu"))
     with open_corpus(recipe, None, lambda text: None).loader(recipe, run.loader_options) as loader:
-        found = time_steps(run, loader, SHORT)
+        found = time_steps(run, loader, replace(SHORT, window_ms=window_ms))
     assert found["compile_s"] == FIRST_S - USUAL_S
-    assert set(found["samples_s"]) == {USUAL_S}, "and no sample has any of it"
+    assert found["steps_per_sample"] == steps
+    assert set(found["samples_s"]) == {USUAL_S}, (
+        "a sample is the mean of its steps, and has nothing of the first"
+    )
     assert found["warmup_s"] == USUAL_S * (found["warmup_steps"] - 1)
