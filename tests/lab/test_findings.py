@@ -55,6 +55,13 @@ def test_a_technique_without_evidence_has_no_effect_however_fast_it_is() -> None
     assert "made up" in str(state.reason)
 
 
+def test_a_rung_whose_life_is_broken_is_unusable_however_fast_it_is() -> None:
+    state = _state(over=_state())
+    state.life = {"verdict": "broken", "problem": "it cannot validate"}  # type: ignore[typeddict-item]
+    assert verdict_of(state, FASTER, 0.05) == "unusable"
+    assert state.reason == "it cannot validate"
+
+
 @pytest.mark.parametrize(
     ("found", "code", "status", "words"),
     [

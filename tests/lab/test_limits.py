@@ -55,6 +55,14 @@ def test_neighbours_close_in_on_the_largest_batch() -> None:
     assert 22 <= max(fitting) <= 27
 
 
+def test_neighbours_come_within_a_quarter_of_any_largest_batch() -> None:
+    for largest in range(2, 70):
+        device = Device(memory=(2 + largest) * GIB, fixed=2 * GIB, each=GIB, saturates_at=1000)
+        curve = batch_curve(device, 1024, device.memory, neighbours=True)
+        found = max(point["micro"] for point in curve if point["status"] == "ok")
+        assert largest - max(1, found // 4) < found <= largest, largest
+
+
 def test_the_longest_sequence_is_found_to_an_eighth() -> None:
     device = Device(memory=5000, fixed=0, each=1, saturates_at=10**9)
     found, points = longest(device, 512, 10**6, device.memory)
