@@ -120,6 +120,28 @@ def test_accumulation_fills_the_total_batch() -> None:
     assert parse(MINIMAL).step_tokens == 32
 
 
+def test_a_technique_with_knobs_is_taken_out_by_its_name() -> None:
+    given = ["techniques=['tf32', {name='compile', mode='default'}]", "techniques-=compile"]
+    assert load_recipe("tiny", given).techniques == ["tf32"]
+
+
+@pytest.mark.parametrize(("ddp", "fsdp", "accumulation"), [(1, 1, 16), (2, 1, 8), (1, 4, 4), (2, 4, 2)])
+def test_ranks_with_other_samples_share_the_tokens_of_a_step(ddp: int, fsdp: int, accumulation: int) -> None:
+    words = [
+        "batch.micro=1",
+        "batch.sequence=64",
+        "batch.total_tokens=1024",
+        f"layout.ddp={ddp}",
+        f"layout.fsdp={fsdp}",
+    ]
+    recipe = load_recipe("tiny", words)
+    assert recipe.accumulation == accumulation
+    assert recipe.step_tokens == 1024
+    assert load_recipe("tiny", [*words, "layout.tp=2"]).accumulation == accumulation, (
+        "ranks of tp read the same"
+    )
+
+
 def test_the_schema_knows_every_key_and_its_meaning() -> None:
     schema = json.loads(json.dumps(Recipe.model_json_schema()))
     assert set(schema["properties"]) == set(Recipe.model_fields)
