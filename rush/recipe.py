@@ -30,6 +30,7 @@ Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 LARGEST_MICRO = 2**24
+LARGEST_EPOCHS = 1e6
 LARGEST_NUMBER = 2**63 - 1
 """Of any key: what 64 bits hold."""
 
@@ -138,10 +139,12 @@ class OptimizerSection(Section):
 
 class ScheduleSection(Section):
     kind: Literal["cosine", "constant"] = "cosine"
-    steps: Positive
-    """Optimizer steps in the whole run."""
-    warmup: NotNegative = 0
-    """Steps of linear warm-up."""
+    steps: Positive | None = None
+    """Optimizer steps in the whole run. A recipe has `steps` or `epochs`."""
+    epochs: Annotated[float, Field(gt=0, le=LARGEST_EPOCHS, allow_inf_nan=False)] | None = None
+    """Passes over the training data. A run computes `steps` from it once the data is prepared, and records both."""
+    warmup: NotNegative | Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0
+    """Steps of linear warm-up; below 1, as in 0.05, the fraction of all steps."""
     final: Fraction = 0.1
     """Fraction of the learning rate at the last step."""
 
@@ -219,10 +222,16 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        if self.schedule.warmup > self.schedule.steps:
+        steps, warmup = self.schedule.steps, self.schedule.warmup
+        if steps is None and self.schedule.epochs is None:
             raise ValueError(
-                f"schedule.warmup is {self.schedule.warmup} but the run has only schedule.steps = "
-                f"{self.schedule.steps}; make the warm-up shorter or the run longer"
+                "schedule.steps is missing; add it to the recipe or give it as schedule.steps=VALUE, or give "
+                "schedule.epochs=VALUE"
+            )
+        if steps is not None and warmup > steps:
+            raise ValueError(
+                f"schedule.warmup is {warmup} but the run has only schedule.steps = {steps}; make the warm-up "
+                "shorter (schedule.warmup=0.05 is the fraction of all steps) or the run longer"
             )
         names = [name for name, _ in self.technique_uses()]
         if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -274,6 +283,22 @@ class Recipe(Section):
         )
 
     @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run; with `schedule.epochs` known once the data is prepared."""
+        if self.schedule.steps is not None:
+            return self.schedule.steps
+        raise RecipeError(
+            f"schedule.epochs is {self.schedule.epochs:g}, whose number of steps depends on the data; here "
+            "schedule.steps must be a number."
+        )
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of linear warm-up, as a number."""
+        warmup = self.schedule.warmup
+        return warmup if isinstance(warmup, int) else round(warmup * self.steps)
+
+    @property
     def step_tokens(self) -> int:
         """Tokens per optimizer step."""
         return self.batch.total_tokens or self.micro * self.batch.sequence * self.data_ranks
@@ -298,6 +323,8 @@ class Recipe(Section):
         digests of older recipes."""
         content = self.model_dump(mode="json")
         content["techniques"] = _renamed(self.techniques, {new: old for old, new in FORMER_NAMES.items()})
+        if self.schedule.epochs is None:  # as in recipes from before there were epochs
+            del content["schedule"]["epochs"]
         content["run"] = self.run.model_dump(mode="json", exclude_defaults=True)
         return content
 

@@ -120,6 +120,10 @@ def _name(entry: Any) -> Any:
     return FORMER_NAMES.get(name, name) if isinstance(name, str) else name
 
 
+INSTEAD = {"schedule.steps": "epochs", "schedule.epochs": "steps"}
+"""Two keys for the length of a run: setting one replaces the other."""
+
+
 def assign(tree: dict[str, Any], key: str, value: Any) -> None:
     """Set the dotted `key` in a tree of dicts."""
     *parents, last = key.split(".")
@@ -130,6 +134,8 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
                 f"{'.'.join(parents[: position + 1])} is a value, not a section with keys; found {key}."
             )
     tree[last] = value
+    if key in INSTEAD:
+        tree.pop(INSTEAD[key], None)
 
 
 def _read_value(text: str) -> Any:

@@ -30,6 +30,7 @@ def _list(context: typer.Context, json: Json = False) -> None:
             "flops_per_token": flops_per_token(recipe.shape(), recipe.batch.sequence),
             "step_tokens": recipe.step_tokens,
             "steps": recipe.schedule.steps,
+            "epochs": recipe.schedule.epochs,
             "about": recipe.about,
         }
         for name, recipe in recipes.items()
@@ -46,7 +47,7 @@ def _list(context: typer.Context, json: Json = False) -> None:
                 f"{row['parameters']:,}",
                 f"{row['flops_per_token'] / 1e9:.3g}",
                 f"{row['step_tokens']:,}",
-                f"{row['steps']:,}",
+                f"{row['steps']:,}" if row["steps"] else f"{row['epochs']:g} epochs",
                 row["about"],
             ]
             for row in rows

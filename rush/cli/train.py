@@ -109,9 +109,10 @@ def train(
         return
     validation = "" if summary.val_loss is None else f", validation loss {summary.val_loss:.4f}"
     verb = "Stopped" if summary.interrupted else "Done"
+    over = f" (mean of the last {summary.loss_steps} steps)" if summary.loss_steps > 1 else ""
     typer.echo(
-        f"{verb} at step {summary.step} of {summary.steps}: loss {summary.loss:.4f}{validation}, "
-        f"{summary.tokens:,} tokens, {summary.tokens_per_s:,.0f} tokens/s."
+        f"{verb} at step {summary.step} of {summary.steps}: loss {summary.loss:.4f}{over}{validation}, "
+        f"{summary.tokens:,} tokens, {summary.epochs:.3g} passes over the data, {summary.tokens_per_s:,.0f} tokens/s."
     )
     if summary.interrupted:
         many = f" --nproc {started_world()}" if started_world() > 1 else ""

@@ -32,7 +32,7 @@ from rush.data.packing import (
     join_plans,
     most_documents,
 )
-from rush.data.prefetch import PrefetchingLoader, check_state
+from rush.data.prefetch import PrefetchingLoader, ceil_nearly, check_state
 from rush.data.row_tensors import packed_batch, padded_batch
 from rush.errors import DataError, RecipeError
 
@@ -95,6 +95,24 @@ class DocumentLoader(PrefetchingLoader[Place]):
         while len(places) < count // self.world:
             places.append(self._after(places[-1], self.world))
         return self.batches(places)
+
+    def steps_in(self, epochs: float) -> int:
+        """Steps in which every document has been read `epochs` times. A packing has its own number of micro batches in every epoch."""
+        batches, epoch = 0.0, 0
+        while epoch < epochs:
+            batches += min(1.0, epochs - epoch) * len(self._plan(epoch)[0])
+            epoch += 1
+        return max(1, ceil_nearly(batches / self.batches_per_step))
+
+    def epochs_in(self, steps: int) -> float:
+        """Passes over the documents after so many steps from the start, each taken to have as many micro batches as the first."""
+        return steps * self.batches_per_step / len(self._plan(0)[0])
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the documents before the next step."""
+        epoch, index = self._place
+        return epoch + index / len(self._plan(epoch)[0])
 
     def state(self) -> dict[str, int]:
         return {"seed": self.seed, "epoch": self._place[0], "position": self._place[1]}

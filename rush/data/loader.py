@@ -18,7 +18,7 @@ import torch
 
 from rush.data.batch import IGNORED, Batch
 from rush.data.order import shuffled
-from rush.data.prefetch import PrefetchingLoader, check_state
+from rush.data.prefetch import PrefetchingLoader, ceil_nearly, check_state
 from rush.errors import DataError, RecipeError
 
 
@@ -26,6 +26,10 @@ class Steps(Protocol):
     """What training needs of a loader."""
 
     def next_step(self) -> Iterator[Batch]: ...
+    def steps_in(self, epochs: float) -> int: ...
+    def epochs_in(self, steps: int) -> float: ...
+    @property
+    def epoch(self) -> float: ...
     def state(self) -> dict[str, int]: ...
     def load_state(self, state: Mapping[str, int]) -> None: ...
     def close(self) -> None: ...
@@ -96,6 +100,19 @@ class Loader(PrefetchingLoader[int]):
         start = self._place
         self._place += self.samples_per_step
         return self.batches(self._places(start))
+
+    def steps_in(self, epochs: float) -> int:
+        """Steps in which every sample has been read `epochs` times."""
+        return max(1, ceil_nearly(epochs * len(self.dataset) / self.samples_per_step))
+
+    def epochs_in(self, steps: int) -> float:
+        """Passes over the data after so many steps from the start."""
+        return steps * self.samples_per_step / len(self.dataset)
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data before the next step."""
+        return self._place / len(self.dataset)
 
     def state(self) -> dict[str, int]:
         epoch, position = divmod(self._place, len(self.dataset))

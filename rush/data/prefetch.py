@@ -5,6 +5,7 @@ Workers are threads: building a batch copies mapped memory, which releases the G
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -78,6 +79,11 @@ class PrefetchingLoader(ABC, Generic[Place]):
         for _, future in self._waiting:
             future.cancel()
         self._waiting.clear()
+
+
+def ceil_nearly(number: float) -> int:
+    """The next whole number, or the one just below where rounding is all that is missing."""
+    return math.ceil(number - 1e-9 * max(1.0, number))
 
 
 def check_state(state: Mapping[str, int]) -> None:

@@ -41,6 +41,8 @@ class MetricsRow(StepRow, total=False):
     tokens: int
     """Of the run so far."""
     labels: int
+    epoch: float
+    """Passes over the training data so far."""
     padding: float
     """Fraction of the tokens; missing without padding, as `trained_per_s` is where every token is a label."""
     trained_per_s: float

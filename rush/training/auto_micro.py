@@ -37,7 +37,6 @@ from rush.training.build import Run, build
 from rush.training.corpus import Corpus
 from rush.training.reference import set_live_reference, wants_cached
 from rush.training.sample import gathered_run, sample_ids
-from rush.training.schedule import learning_rate
 from rush.training.step import train_step, validate
 
 UPDATES = 2
@@ -144,7 +143,7 @@ class MicroBatchSearch:
         passes = recipe.accumulation if recipe.layout.pp > 1 else min(PASSES, recipe.accumulation)
         updates = 0
         for step in range(1, MOST_STEPS + 1):
-            updates += not train_step(run, step, learning_rate(recipe, 1), [batch] * passes).skipped
+            updates += not train_step(run, step, recipe.optimizer.lr / 1000, [batch] * passes).skipped
             if updates == UPDATES:
                 return
 

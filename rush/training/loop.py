@@ -36,6 +36,7 @@ from rush.techniques.api.own_files import check_remembered, digests, remember
 from rush.training.auto_micro import MicroBatchSearch
 from rush.training.build import build
 from rush.training.corpus import Corpus, open_corpus
+from rush.training.epochs import repetition_advice, resolved, with_steps
 from rush.training.failures import RunStatus, reporting_failures
 from rush.training.lost_updates import lost_updates_warning
 from rush.training.metric_sinks import open_sinks
@@ -99,6 +100,8 @@ def _resumed_recipe(stored: Recipe, given: Recipe | None) -> Recipe:
     """The recipe to resume with: a given one may differ from the stored one only in `FREE_ON_RESUME`."""
     if given is not None and given.auto:
         given = changed(given, {"batch.micro": stored.micro})  # it was chosen when the run began
+    if given is not None and given.schedule.steps is None:
+        given = resolved(given, stored.steps)  # computed when the run began
     changes = differences(stored, given or stored)
     fixed = [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if key not in FREE_ON_RESUME]
     if fixed:
@@ -138,6 +141,9 @@ def _train(
         view.note(warning)
     corpus = corpus.ready_for(run, weights, folder.path, resumed=resumed is not None)
     loader = corpus.loader(recipe, run.loader_options)
+    status.recipe = run.recipe = recipe = with_steps(recipe, loader)
+    if (advice := repetition_advice(recipe, loader)) is not None:
+        view.note(advice)
     done, tokens = 0, 0
     if resumed is not None:
         extra = restore.load(resumed, run.model, run.optimizer, ranks=ranks)

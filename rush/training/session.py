@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -37,6 +37,9 @@ from rush.training.utilization import UtilizationMetric, utilization_metric
 from rush.training.validation import Validation, rows_before
 from rush.training.view import View
 
+MOST_LAST = 50
+"""The loss of a finished run is the mean over a tenth of its steps, and at most so many."""
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -46,6 +49,10 @@ class Summary:
     step: int
     steps: int
     loss: float
+    """Mean over the labels of the last `loss_steps` steps."""
+    loss_steps: int
+    epochs: float
+    """Passes over the training data."""
     val_loss: float | None
     best_val_loss: float | None
     tokens: int
@@ -63,6 +70,7 @@ class _Running:
     opened: torch.cuda.Event | None
     """On a device, the start of its time: the end of the step before, if it was launched behind that, or its own start."""
     data_s: float
+    epoch: float
 
     def seconds(self) -> float:
         """The step's duration, once its result is there. A device measures it by events: the host may return late, from
@@ -97,7 +105,7 @@ class Session:
         self.sampler = Sampler(self.view.note)
 
     def go(self, done: int, tokens: int) -> Summary:
-        recipe, total = self.recipe, self.recipe.schedule.steps
+        recipe, total = self.recipe, self.recipe.steps
         self.view.start(_title(recipe, self.run), total, done)
         utilization = UtilizationMetric(
             **self.run.ranks.on_rank0(lambda: asdict(utilization_metric(self.run)))
@@ -155,7 +163,7 @@ class Session:
     def _needs_weights(self, step: int) -> bool:
         """Whether a save, validation, sample or replica check uses the weights after this step."""
         settings = self.recipe.run
-        return step == self.recipe.schedule.steps or any(
+        return step == self.recipe.steps or any(
             _due(every, step)
             for every in (settings.save_every, settings.validate_every, settings.sample_every, settings.drift_every)
         )  # fmt: skip
@@ -175,13 +183,13 @@ class Session:
         self.status.enter(Phase.STEP, step)
         lr = learning_rate(self.recipe, step)
         batches = list(self.loader.next_step())
-        data_s = time.perf_counter() - began
+        data_s, epoch = time.perf_counter() - began, self.loader.epoch
         with self._with_advice():
             launched = launch_step(self.run, step, lr, batches, stopping=asked)
-        if not self.prepared and 0 < self.recipe.run.save_every < self.recipe.schedule.steps:
+        if not self.prepared and 0 < self.recipe.run.save_every < self.recipe.steps:
             self.prepared = True  # the optimizer has its state now
             self.saver.prepare(self.run.model, self.run.optimizer)
-        return _Running(launched, lr, began, opened, data_s)
+        return _Running(launched, lr, began, opened, data_s, epoch)
 
     def _finish(self, started: _Running, tokens: int, utilization: UtilizationMetric) -> MetricsRow:
         """Wait for a step and return its row."""
@@ -200,6 +208,7 @@ class Session:
             "lr": started.lr,
             "tokens": tokens + counts.tokens,
             "labels": counts.labels,
+            "epoch": round(started.epoch, 4),
         }
         if counts.real < counts.tokens:
             row["padding"] = 1 - counts.real / counts.tokens
@@ -284,17 +293,26 @@ class Session:
     def _own_summary(self, step: int, tokens: int, speed: float) -> Summary:
         rows = list(self._rows())
         val = [loss for row in rows if (loss := row.get("val_loss")) is not None]
+        last = min(MOST_LAST, max(1, len(rows) // 10))
         return Summary(
             folder=str(self.folder.path),
             step=step,
-            steps=self.recipe.schedule.steps,
-            loss=rows[-1]["loss"],
+            steps=self.recipe.steps,
+            loss=_mean_loss(rows[-last:]),
+            loss_steps=len(rows[-last:]),
+            epochs=rows[-1].get("epoch", 0.0),
             val_loss=val[-1] if val else None,
             best_val_loss=min(val) if val else None,
             tokens=tokens,
             tokens_per_s=speed,
-            interrupted=step < self.recipe.schedule.steps,
+            interrupted=step < self.recipe.steps,
         )
+
+
+def _mean_loss(rows: Sequence[MetricsRow]) -> float:
+    """The mean over all labels of these steps: one ragged batch says little."""
+    labels = [row.get("labels", 1) for row in rows]
+    return sum(row["loss"] * count for row, count in zip(rows, labels, strict=True)) / max(1, sum(labels))
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:

@@ -123,6 +123,7 @@ class Panels(View):
 FORMS = {
     "loss": ("loss", "{:.4f}"),
     "val_loss": ("validation", "{:.4f}"),
+    "epoch": ("epoch", "{:.2f}"),
     "lr": ("lr", "{:.2e}"),
     "grad_norm": ("grad norm", "{:.3f}"),
     "tokens_per_s": ("tokens/s", "{:,.0f}"),

@@ -41,7 +41,7 @@ class Broken(Exception):
 
 def check_whole(run: RunFolder, recipe: Recipe) -> None:
     """No row missing, duplicate or non-finite; every validation, sample and checkpoint in its place; no partial files."""
-    rows, total = rows_of(run.metrics, MetricsRow), recipe.schedule.steps
+    rows, total = rows_of(run.metrics, MetricsRow), recipe.steps
     if [row["step"] for row in rows] != list(range(1, total + 1)):
         raise Broken(f"metrics.jsonl has the steps {[row['step'] for row in rows]} of {total}")
     for name in (*LOSSES, GRAD_NORM):

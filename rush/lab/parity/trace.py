@@ -86,7 +86,7 @@ def trace(
     # The same documents in every step, so that different packings can be compared.
     samples = recipe.micro * recipe.accumulation
     with corpus.loader(recipe, run.loader_options, same_samples=samples) as loader:
-        for step in range(1, recipe.schedule.steps + 1):
+        for step in range(1, recipe.steps + 1):
             if step == 1:
                 result = _first_step(run, loader.next_step(), gradients)
             else:

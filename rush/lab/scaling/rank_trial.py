@@ -41,6 +41,7 @@ from rush.techniques.api.evidence import evidence_rows
 from rush.techniques.api.own_files import add_technique
 from rush.training.build import Run, build
 from rush.training.corpus import Corpus, open_corpus
+from rush.training.epochs import with_steps
 from rush.training.schedule import learning_rate
 from rush.training.step import train_step
 
@@ -196,6 +197,7 @@ def _step(
     corpus = corpus.ready_for(run, weights, None)
     result.took("build", began)
     with corpus.loader(recipe, run.loader_options) as loader:
+        run.recipe = with_steps(recipe, loader)
         if spec["timing"] is not None:
             began = time.monotonic()
             found = time_steps(run, loader, Timing(**spec["timing"]), agreement(ranks))
@@ -245,7 +247,7 @@ def trace(recipe: Recipe, machine: Machine, corpus: Corpus, ranks: Ranks) -> dic
     corpus = corpus.ready_for(run, weights, None)
     losses, norms = [], []
     with corpus.loader(recipe, run.loader_options) as loader:
-        for step in range(1, recipe.schedule.steps + 1):
+        for step in range(1, recipe.steps + 1):
             found = train_step(run, step, learning_rate(recipe, step), loader.next_step())
             losses.append(found.loss)
             norms.append(found.grad_norm)

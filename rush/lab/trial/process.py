@@ -37,6 +37,7 @@ from rush.techniques.api.own_files import add_technique
 from rush.techniques.api.rates import rates_to_measure
 from rush.training.build import Run, build
 from rush.training.corpus import Corpus, open_corpus
+from rush.training.epochs import with_steps
 
 Work = Callable[[Mapping[str, Any], TrialResult], None]
 
@@ -106,6 +107,7 @@ def _time(
     corpus = corpus.ready_for(run, weights, None)
     result.took("build", began)
     with corpus.loader(recipe, run.loader_options) as loader:
+        run.recipe = with_steps(recipe, loader)
         began = time.monotonic()
         result.add(timing=time_steps(run, loader, Timing(**spec["timing"])))
         result.took("timing", began)

@@ -76,7 +76,7 @@ class Stepper:
 
     def __call__(self) -> None:
         self.step += 1
-        schedule_step = min(self.step, self.run.recipe.schedule.steps)
+        schedule_step = min(self.step, self.run.recipe.steps)
         lr = learning_rate(self.run.recipe, schedule_step)
         before, self.last = self.last, launch_step(self.run, self.step, lr, self.batches())
         self._look_at(before)

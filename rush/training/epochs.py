@@ -1,0 +1,54 @@
+"""The length of a run in passes over its data: `schedule.epochs`, and what is said about repetition before the first step.
+
+How many steps an epoch has depends on the prepared data, the packing and the batch, so it is known once the loader exists. The
+run's recipe then records both. Repeated data help less with every pass: in Muennighoff et al. 2023 (arXiv 2305.16264) up to four
+epochs were nearly as good as new data, and after about sixteen nothing was gained.
+"""
+
+from __future__ import annotations
+
+from rush.data import Steps
+from rush.errors import RecipeError
+from rush.recipe import Recipe
+from rush.recipe_io import parse
+
+MANY_EPOCHS = 4.0
+"""Passes beyond which repetition is pointed out."""
+FEW_EPOCHS = 0.05
+"""Fraction of the data of fine-tuning below which it is pointed out that most of it is not read."""
+
+
+def with_steps(recipe: Recipe, loader: Steps) -> Recipe:
+    """The recipe with the number of steps that its epochs have on this data; unchanged where it names none."""
+    epochs = recipe.schedule.epochs
+    if epochs is None:
+        return recipe
+    steps = loader.steps_in(epochs)
+    if recipe.schedule.steps not in (None, steps):
+        raise RecipeError(
+            f"schedule.steps is {recipe.schedule.steps:,}, but schedule.epochs = {epochs:g} of this data are {steps:,} steps; "
+            "leave one of the two out."
+        )
+    return resolved(recipe, steps)
+
+
+def resolved(recipe: Recipe, steps: int) -> Recipe:
+    """The recipe with the steps that its epochs came to."""
+    tree = recipe.model_dump(exclude_none=True)
+    return parse({**tree, "schedule": {**tree["schedule"], "steps": steps}})
+
+
+def repetition_advice(recipe: Recipe, loader: Steps) -> str | None:
+    """A sentence where the run reads its data many times, or hardly at all; None otherwise."""
+    epochs, once = loader.epochs_in(recipe.steps), loader.steps_in(1.0)
+    if epochs > MANY_EPOCHS:
+        return (
+            f"The training data will be read {epochs:.3g} times: {recipe.steps:,} steps, one pass is {once:,}. Beyond about four "
+            "passes repetition helps little, and a model of this data learns it by heart; set schedule.epochs=3, or add data."
+        )
+    if recipe.objective.kind != "lm" and epochs < FEW_EPOCHS:
+        return (
+            f"Only {epochs:.1%} of the training data will be read in {recipe.steps:,} steps; schedule.epochs=1 would be "
+            f"{once:,} steps."
+        )
+    return None
