@@ -205,9 +205,11 @@ class Climb:
             if earlier and self.judged.get(state.recipe.digest):
                 # The gradients may be gone: a folder may be copied without them.
                 state.parity = self.judged[state.recipe.digest]
+                state.idle = _same_run(state)
                 return
             # A plain base that fits is its own reference.
             state.parity, _ = parity_with_plain(self.bench, state.recipe, outcome, self.plan.base)
+            state.idle = _same_run(state)
 
     def _live(self, state: RungState) -> None:
         """The life of a rung whose first trial succeeded, once."""
@@ -306,6 +308,20 @@ def worth_repeating(states: Sequence[RungState], clear: float | None) -> list[Ru
             if max(ratio, 1 / ratio) <= 1 + clear:
                 near |= {id(state), id(over)}
     return [state for state in measured if id(state) in near]
+
+
+def _same_run(state: RungState) -> str | None:
+    """Why a technique did nothing: the same operators, settings and bits as without it. None where something differs."""
+    over = state.over
+    if not state.added or over is None or not over.outcomes:
+        return None
+    ours, theirs = (each.outcomes[0].found for each in (state, over))
+    losses = [found.get("timing", {}).get("steps", {}).get("losses", []) for found in (ours, theirs)]
+    made = min(map(len, losses))
+    same = ours.get("seen") is not None and ours.get("seen") == theirs.get("seen")
+    if not (same and made and losses[0][:made] == losses[1][:made]):
+        return None
+    return f"evidence without effect: operators, settings and losses are those of {over.name}, bit for bit"
 
 
 def _builds_on(addition: Addition, state: RungState, last: RungState) -> bool:

@@ -25,6 +25,9 @@ from rush.records.ladder import GainRecord, RungRecord
 from rush.records.life import LifeRecord, broken, life_words
 from rush.records.typed import Measured
 
+MOVED_SHARE = 0.05
+"""Memory outside of the device, relative to the peak on it, from which it is reported as moved."""
+_ELSEWHERE = "more than the rung before, in host memory and in processes it started"
 RESTLESS = 1.5
 """Ratio of the ends of the drift's interval above which the machine is too busy to measure."""
 FORMULAS = {
@@ -41,10 +44,15 @@ FORMULAS = {
     "hfu": "as mfu, with the recomputed forward passes",
     "ceiling_fraction": "tokens_per_s · flops_per_token / matmul rate measured on this machine",
     "peak_memory_bytes": "on a GPU the most that tensors took during the timed steps; on a CPU the most the whole "
-    "process was resident",
+    "process was resident, and what the processes it started hold",
     "parity": "against plain fp32 from the same weights on the same batches: loss and gradient norm of every step, every "
-    "tensor's gradient at step one. Allowed is the tolerance of the technique's class and dtype, and six times what a "
-    "perturbed reference run, which starts from weights rounded to bf16, is off at that step",
+    "tensor's gradient at step one, the initial weights and their movement. Promised is the tolerance of the technique's class and "
+    "dtype, and six times what a perturbed reference run, which starts from weights rounded to bf16, is off at that step; `measured` "
+    "is the finest test that it passes (same bits, rounding, statistical with the gap relative to the decrease of the loss)",
+    "timed": "the timed steps against plain fp32 on the same batches: what the loader returned and what reached the model, and the loss "
+    "curve, over as many steps as plain fp32 makes in its time (`compared`)",
+    "after_timing": "three more steps of the timed run: from its weights on its batches plain fp32 computes loss and gradients, and "
+    "AdamW's formula the update",
     "life": "four steps of `rush train` with a validation, a sample and a checkpoint after every second; then the last two once more in a new "
     "process, resumed from the checkpoint of the second, to the same losses",
     "compile_s": "the first step less a usual one: compiling, loading kernels, growing the allocator",
@@ -85,6 +93,8 @@ class RungState(TrialState):
         if self.refused is not None:
             return self.refused
         reasons = [outcome.reason for outcome in self.outcomes[:1] if outcome.reason]
+        if self.moved_bytes:
+            reasons.append(f"memory moved elsewhere: {self.moved_bytes / 1e6:,.0f} MB {_ELSEWHERE}")
         if self.life is not None and self.life["problem"]:
             reasons.append(self.life["problem"] if self.unusable else life_words(self.life))
         return "; ".join([*reasons, *self.without_effect]) or None
@@ -97,6 +107,14 @@ class RungState(TrialState):
     @property
     def peak_memory(self) -> list[int]:
         return [t["peak_memory_bytes"] for t in self.timings]
+
+    @property
+    def moved_bytes(self) -> int:
+        """Memory outside of the device, beyond that of the rung before, where it is a part of the peak that counts."""
+        if self.over is None or not self.measured or not self.over.measured:
+            return 0
+        here, below = (min(t.get("elsewhere_bytes", 0) for t in s.timings) for s in (self, self.over))
+        return here - below if here - below > MOVED_SHARE * min(self.over.peak_memory) else 0
 
 
 @dataclass(frozen=True)

@@ -7,35 +7,41 @@ diverged is different.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
+from torch import Tensor
 
+from rush.lab.parity.differences import (
+    NO_GRADIENT,
+    OTHER_GRADIENT,
+    Difference,
+    Sketches,
+    after_timing,
+    in_first_steps,
+    in_timed_steps,
+    in_words,
+    main_kind,
+)
+from rush.lab.parity.trace import INITIAL, MOVED, without_speed
+from rush.lab.trial.found import AuditFound, TraceFound
 from rush.lab.trial.runner import Bench
 from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
-from rush.techniques import Parity, registry
-from rush.techniques.api.tolerances import PerturbedRun, gradient_errors, judge
+from rush.recipe_io import changed
+from rush.techniques import Parity
+from rush.techniques.api.tolerances import PerturbedRun, gradient_errors, gradient_tolerance, judge
 
+Curves = tuple[TraceFound | None, TraceFound | None]
 LOOSER = [Parity.EXACT, Parity.CLOSE, Parity.STATISTICAL, Parity.CHANGES]
 
 
 def loosest(promises: Iterable[str]) -> Parity:
     """The parity class of a recipe: the loosest of its techniques'."""
     return max((Parity[name] for name in promises), key=LOOSER.index, default=Parity.EXACT)
-
-
-def without_speed(recipe: Recipe) -> Recipe:
-    """The recipe with only the techniques that decide what is learned: none, or adapters and their base."""
-    known = registry()
-    kept = [
-        entry
-        for entry, (name, _) in zip(recipe.techniques, recipe.technique_uses(), strict=True)
-        if name in known and known[name].parity is Parity.CHANGES
-    ]
-    return recipe.model_copy(update={"techniques": kept})
 
 
 def parity_with_plain(
@@ -52,7 +58,11 @@ def parity_with_plain(
     if bench.trace(reference) is None:
         bench.run(plain, "reference", first=True, timed=False)
     names = ", ".join(name for name, _ in plain.technique_uses())
-    found = parity_of(bench, recipe, reference, outcome)
+    timing = outcome.found.get("timing", {})
+    curves: Curves = (None, None)
+    if recipe.techniques != kept and timing.get("steps") and not timing.get("packed"):
+        curves = bench.curve(_on_timed_batches(recipe, base), len(timing["steps"]["losses"]))
+    found = parity_of(bench, recipe, reference, outcome, curves)
     found["against"] = f"plain fp32 with {names}" if names else "plain fp32"
     if kept != without_speed(base).techniques:
         found["why"] = f"what is learned differs by design; compared with {found['against']}: {found['why']}"
@@ -60,12 +70,24 @@ def parity_with_plain(
     return found, bench.known(plain, "reference")
 
 
-def parity_of(bench: Bench, recipe: Recipe, reference: Recipe, outcome: Outcome) -> dict[str, Any]:
+def _on_timed_batches(recipe: Recipe, base: Recipe) -> Recipe:
+    """Plain fp32 on the batches that a recipe is timed on, in the base's micro batches where they divide them: those fit."""
+    plain = without_speed(recipe)
+    if recipe.objective.kind != "lm" or recipe.step_tokens % (base.micro * recipe.batch.sequence):
+        return plain
+    return changed(plain, {"batch.micro": base.micro, "batch.total_tokens": recipe.step_tokens})
+
+
+def parity_of(
+    bench: Bench, recipe: Recipe, reference: Recipe, outcome: Outcome, curves: Curves = (None, None)
+) -> dict[str, Any]:
     """The parity record of one rung. Techniques that the reference has too (adapters) do not count; another micro batch changes
-    the order of additions, and so the rounding."""
+    the order of additions, and so the rounding. `curves`: the reference on the timed batches, and its perturbed run."""
     own, wanted = {name for name, _ in reference.technique_uses()}, bench.parity_recipe(recipe)
-    promises = [row["parity"] for name, row in outcome.found["techniques"].items() if name not in own]
-    promise = loosest([*promises, *([Parity.CLOSE.name] if wanted.micro != reference.micro else [])])
+    rows = {name: row for name, row in outcome.found["techniques"].items() if name not in own}
+    others = [Parity.CLOSE.name] if wanted.micro != reference.micro else []
+    promise = loosest([*(row["parity"] for row in rows.values()), *others])
+    rounding = max((row.get("relative_error", 0.0) for row in rows.values()), default=0.0)
     plain, tried = bench.trace(reference), bench.trace(wanted)
     perturbed = bench.trace(reference, rounded=True)
     if tried is None:
@@ -76,21 +98,25 @@ def parity_of(bench: Bench, recipe: Recipe, reference: Recipe, outcome: Outcome)
         why = "plain fp32 could not be traced here, so there is nothing to compare with"
         return _unjudged(promise, "not judged", why)
     errors = stored_errors(bench.gradients(wanted), bench.gradients(reference))
+    dtype = outcome.found["timing"]["dtype"]
     judged = judge(
         promise,
-        outcome.found["timing"]["dtype"],
+        dtype,
         tried["losses"],
         plain["losses"],
         tried["grad_norms"],
         plain["grad_norms"],
         errors,
         PerturbedRun(perturbed["losses"], perturbed["grad_norms"]) if perturbed else None,
+        rounding,
     )
     worst = max(errors, key=lambda name: errors[name])
     finite = math.isfinite(errors[worst])
-    return {
+    record = {
         "verdict": judged.verdict,
         "class": promise.name,
+        "measured": judged.measured,
+        "gap": judged.gap,
         "tolerance": judged.tolerance,
         "worst": judged.worst if judged.worst is None or math.isfinite(judged.worst) else None,
         "steps": len(tried["losses"]),
@@ -102,14 +128,89 @@ def parity_of(bench: Bench, recipe: Recipe, reference: Recipe, outcome: Outcome)
         "worst_tensor": {"name": worst, "relative_error": errors[worst] if finite else None},
         "why": judged.why + (f"; {tried['skipped']} updates were skipped" if tried["skipped"] else ""),
     }
+    if promise is Parity.CHANGES:
+        return record
+    ours, theirs = (Sketches.read(bench.gradients(one)) for one in (wanted, reference))
+    same_rows = recipe.objective.kind == "lm"
+    early = [
+        *in_first_steps(tried, plain, ours, theirs, dtype, same_rows=same_rows),
+        *_in_gradients(errors, gradient_tolerance(dtype, rounding)),
+        *_in_fp32(bench, wanted, reference, tried),
+    ]
+    timed, compared = in_timed_steps(outcome.found["timing"], *curves, same_rows=same_rows)
+    audit = outcome.found.get(
+        "audit", AuditFound(steps=0, why="an older trial: nothing was compared after its timing")
+    )
+    late = after_timing(audit, dtype, rounding, tried.get("weights"))
+    known = {each.kind for each in early}
+    found = [*early, *(replace(each, late=each.kind not in known) for each in (*timed, *late))]
+    return _named(record | {"timed": compared, "after_timing": _told(audit)}, found, judged.why)
+
+
+def _named(record: dict[str, Any], found: list[Difference], why: str) -> dict[str, Any]:
+    """The record with its differences by name; with one, no run is equal."""
+    record["differences"] = [each.to_dict() for each in found]
+    if not found:
+        return record
+    return record | {
+        "verdict": "different",
+        "kind": main_kind(found),
+        "measured": None,
+        "why": f"{in_words(found)}; {record['why']}",
+    }
+
+
+def _told(audit: AuditFound) -> dict[str, Any]:
+    """What the record keeps of the steps after the timing."""
+    keys = ("steps", "losses", "plain_losses", "grad_norms", "plain_grad_norms", "updates", "why")
+    told = {key: audit[key] for key in keys if key in audit}  # type: ignore[literal-required]
+    errors = {name: math.inf if error is None else error for name, error in audit.get("errors", {}).items()}
+    if errors:
+        worst = max(errors, key=lambda name: errors[name])
+        told["worst_tensor"] = {
+            "name": worst,
+            "relative_error": errors[worst] if math.isfinite(errors[worst]) else None,
+        }
+    return told
+
+
+def _in_gradients(
+    errors: Mapping[str, float], allowed: float, where: str = "at step one"
+) -> list[Difference]:
+    """Tensors whose gradient is missing, and the one that is farthest off."""
+    found = []
+    if missing := sorted(name for name, error in errors.items() if math.isinf(error)):
+        found.append(Difference(NO_GRADIENT, f"{', '.join(missing[:3])} {where}, {len(missing)} in all"))
+    off = {name: error for name, error in errors.items() if math.isfinite(error) and error > allowed}
+    if off:
+        worst = max(off, key=lambda name: off[name])
+        said = f"that of {worst} is off by {off[worst]:.1e} {where}, {allowed:.1e} allowed"
+        found.append(Difference(OTHER_GRADIENT, said))
+    return found
+
+
+def _in_fp32(bench: Bench, wanted: Recipe, reference: Recipe, tried: TraceFound) -> list[Difference]:
+    """Step one again, without the techniques that round: what 16 bits hide shows there."""
+    exact = tried.get("in_fp32")
+    if exact is None or not bench.gradients_fp32(wanted).exists():
+        return []
+    errors = stored_errors(bench.gradients_fp32(wanted), bench.gradients(reference))
+    return _in_gradients(
+        errors, gradient_tolerance("float32"), f"in fp32 (with {', '.join(exact['techniques'])})"
+    )
 
 
 def stored_errors(ours: Path, reference: Path) -> dict[str, float]:
     """The relative error of every tensor's gradient; infinite where one is missing or has another shape."""
-    tried, plain = load_file(ours), load_file(reference)
+    tried, plain = _gradients(ours), _gradients(reference)
     both = [name for name in plain if name in tried and tried[name].shape == plain[name].shape]
     errors = gradient_errors({name: tried[name] for name in both}, {name: plain[name] for name in both})
     return {name: errors.get(name, math.inf) for name in plain}
+
+
+def _gradients(file: Path) -> dict[str, Tensor]:
+    """Without the sketches of weights that lie beside them."""
+    return {n: tensor for n, tensor in load_file(file).items() if not n.startswith((INITIAL, MOVED))}
 
 
 def _unjudged(promise: Parity, verdict: str, why: str) -> dict[str, Any]:

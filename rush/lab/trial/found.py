@@ -5,6 +5,22 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 
+class StepsFound(TypedDict, total=False):
+    """A row for each step, warm-up and timed (`rush/lab/trial/step_log.py`)."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    rows: list[int]
+    labels: list[int]
+    tokens: list[int]
+    digests: list[str]
+    """Of the loader's batches, inputs and labels."""
+    reached_rows: list[int]
+    """Rows that reached the innermost pass; 0 where a captured graph was replayed."""
+    reached_tokens: list[int]
+    skipped: int
+
+
 class TimingFound(TypedDict, total=False):
     """The result of `time_steps`; fields missing in old files are read with `get`."""
 
@@ -34,6 +50,11 @@ class TimingFound(TypedDict, total=False):
     rate_dtype: str
     """The dtype whose matmul rate is the ceiling."""
     environment: dict[str, Any]
+    steps: StepsFound
+    elsewhere_bytes: int
+    """Memory that the run took outside of the device: in the host's memory, and in processes it started."""
+    packed: bool
+    """Whether a technique decides how documents are laid out in rows, so that batches are its own."""
 
 
 class TraceFound(TypedDict, total=False):
@@ -43,7 +64,41 @@ class TraceFound(TypedDict, total=False):
     grad_norms: list[float]
     skipped: int
     dtype: str
-    """The matmul dtype; only in traces on several ranks."""
+    """The matmul dtype; only in traces on several ranks, and in those of this version."""
+    steps: StepsFound
+    moved_steps: int
+    """Steps after which the weights' movement was kept, beside the gradients."""
+    unmoved: list[str]
+    """Trained tensors that were the same after all steps."""
+    weights: str
+    """float32, or shorter: the trained weights, or their masters."""
+    in_fp32: dict[str, Any]
+    """A step without the techniques that round."""
+
+
+class AuditFound(TypedDict, total=False):
+    """Steps after the timing, each computed again by plain fp32 from the run's own weights (`rush/lab/parity/audit.py`)."""
+
+    steps: int
+    """Steps that were compared."""
+    losses: list[float]
+    plain_losses: list[float]
+    grad_norms: list[float]
+    plain_grad_norms: list[float]
+    errors: dict[str, float | None]
+    """The relative error of each tensor's gradient; None where it has none."""
+    repeats: bool
+    """Whether a step's gradients were those of the step before."""
+    labels: list[int]
+    reached_labels: list[int]
+    """0 where a captured graph was replayed."""
+    digests: list[list[str]]
+    reached_digests: list[list[str]]
+    unmoved: list[str]
+    updates: dict[str, Any] | None
+    """Against AdamW's formula; None where moments cannot be read."""
+    why: str
+    """Why nothing could be compared."""
 
 
 class RankFound(TypedDict, total=False):
@@ -74,6 +129,12 @@ class TrialFound(TypedDict, total=False):
     techniques: dict[str, dict[str, Any]]
     """Parity class and claim of each technique."""
     timing: TimingFound
+    audit: AuditFound
+    curve: TraceFound
+    """The reference's steps on the timed batches."""
+    curve_twin: TraceFound
+    seen: str
+    """A digest of what ran, to be compared with that of another rung."""
     evidence: list[dict[str, Any]]
     breakdown_ms: dict[str, float]
     longest: list[dict[str, Any]]

@@ -21,10 +21,14 @@ from typing import Any
 
 import torch
 
+from rush.errors import MachineError
 from rush.hardware import Machine, ceilings, probe
 from rush.hardware.catalog import CATALOG, datasheet_peak
 from rush.hub.folders import starting_weights
-from rush.lab.parity.trace import trace
+from rush.lab.parity.audit import Audited, held_against_plain, record
+from rush.lab.parity.trace import trace, without_rounding
+from rush.lab.trial.fingerprint import fingerprint
+from rush.lab.trial.found import AuditFound
 from rush.lab.trial.parent_death import die_with_parent
 from rush.lab.trial.result import TrialResult, settle
 from rush.lab.trial.timing import Stepper, Timing, time_steps
@@ -84,37 +88,74 @@ def _measure(spec: Mapping[str, Any], result: TrialResult) -> None:
     recipe, machine = _recipe(spec["recipe"]), Machine.from_dict(spec["machine"])
     result.add(techniques=declared(recipe))
     corpus = open_corpus(recipe, None, lambda text: None)
+    audited = None
     if spec["timing"] is not None:
-        _time(recipe, machine, corpus, spec, result)
+        audited = _time(recipe, machine, corpus, spec, result)
     # The timed run is out of scope now; its memory must be free before another is built.
     gc.collect()
     if machine.device == "cuda":
         torch.cuda.empty_cache()
+    if audited is not None:
+        began = time.monotonic()
+        result.add(audit=_audit(audited, _recipe(spec["audit"]), machine, corpus))
+        result.took("audit", began)
+        del audited
     for number, parity in enumerate(spec["parity"]):
-        wanted = _recipe(parity["recipe"])
-        began, text = time.monotonic(), open_corpus(wanted, None, lambda text: None)
-        found = trace(wanted, machine, text, Path(parity["gradients"]), rounded=parity["rounded"])
-        result.add(**{("trace", "twin")[number]: found.to_dict()})
-        result.took(f"parity {number}", began)
+        _trace(parity, machine, parity.get("as", ("trace", "twin")[number]), result)
+
+
+def _trace(parity: Mapping[str, Any], machine: Machine, name: str, result: TrialResult) -> None:
+    """One trace; and where its techniques round, another step without those that do."""
+    wanted, file = _recipe(parity["recipe"]), Path(parity["gradients"])
+    began, text = time.monotonic(), open_corpus(wanted, None, lambda text: None)
+    options = {key: parity[key] for key in ("steps", "as_timed", "at_least", "budget_s") if key in parity}
+    found = trace(wanted, machine, text, file, rounded=parity["rounded"], **options)
+    result.add(**{name: found.to_dict()})
+    result.took(f"parity {name}", began)
+    exact = without_rounding(wanted, machine) if name == "trace" else None
+    if exact is not None:
+        began, beside = time.monotonic(), file.with_name(f"{file.stem}-fp32{file.suffix}")
+        in_fp32 = trace(exact, machine, text, beside, steps=1).to_dict()
+        names = [name for name, _ in exact.technique_uses()]
+        result.add(trace={**found.to_dict(), "in_fp32": {**in_fp32, "techniques": names}})
+        result.took("parity in fp32", began)
+
+
+def _audit(audited: Audited, plain: Recipe, machine: Machine, corpus: Corpus) -> AuditFound:
+    """The steps after the timing against plain fp32; without memory for that one, why not."""
+    try:
+        return held_against_plain(audited, plain, machine, corpus)
+    except (MemoryError, torch.OutOfMemoryError, MachineError) as error:
+        return {"steps": 0, "why": f"plain fp32 did not fit: {str(error).splitlines()[0][:200]}"}
 
 
 def _time(
     recipe: Recipe, machine: Machine, corpus: Corpus, spec: Mapping[str, Any], result: TrialResult
-) -> None:
+) -> Audited | None:
+    """Time the recipe and profile it; returns what the steps after the timing did, for `_audit`."""
     began = time.monotonic()
     weights = starting_weights(recipe)
     run = build(recipe, machine, weights)
     corpus = corpus.ready_for(run, weights, None)
     result.took("build", began)
+    audited = None
     with corpus.loader(recipe, run.loader_options) as loader:
         run.recipe = with_steps(recipe, loader)
         began = time.monotonic()
-        result.add(timing=time_steps(run, loader, Timing(**spec["timing"])))
+        stepper = Stepper(run, loader)
+        stepper.log.watch(run)
+        timing = time_steps(run, loader, Timing(**spec["timing"]), stepper=stepper)
+        result.add(timing=timing)
         result.took("timing", began)
+        if spec.get("audit") is not None and not (timing["hopeless"] or timing["cold"]):
+            began = time.monotonic()
+            audited = record(run, stepper)
+            result.took("audited steps", began)
         if spec["profile"]:
             began = time.monotonic()
             _watch(run, Stepper(run, loader), result)
             result.took("profile", began)
+    return audited
 
 
 def _watch(run: Run, stepper: Stepper, result: TrialResult) -> None:
@@ -124,6 +165,7 @@ def _watch(run: Run, stepper: Stepper, result: TrialResult) -> None:
         breakdown_ms=dict(seen.breakdown_ms),
         longest=list(seen.longest),
         block_forwards=seen.block_forwards,
+        seen=fingerprint(run, seen),
     )
 
 
@@ -133,6 +175,7 @@ def declared(recipe: Recipe) -> dict[str, Any]:
     return {
         name: {
             "parity": known[name].parity.name,
+            "relative_error": known[name].relative_error,
             "claim": {
                 "metric": known[name].claim.metric,
                 "gain": known[name].claim.gain,

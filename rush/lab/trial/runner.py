@@ -22,15 +22,18 @@ from rush.files import write_json_atomic
 from rush.hardware import Machine
 from rush.lab.ladder.ladder_file import LadderPlan, MeasureConfig
 from rush.lab.life.usable import live, quick
-from rush.lab.parity.trace import parity_recipe
-from rush.lab.trial.found import TraceFound
+from rush.lab.parity.trace import WHOLE_UP_TO, parity_recipe, without_speed
+from rush.lab.trial.found import TraceFound, TrialFound
 from rush.lab.trial.starter import COMMANDS, Starter
 from rush.lab.trial.trial import Outcome, execute
+from rush.models.counts import count_parameters
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
 from rush.records.life import LifeRecord
 from rush.version import __version__
 
+CURVE, CURVE_S = "curve", 10.0
+"""The reference on the batches of a timing, and the seconds it may take (and its perturbed run as many)."""
 TIMING = ("windows", "window_ms", "warmup_max_steps", "warmup_max_s", "timed_max_s")
 
 
@@ -79,6 +82,20 @@ class TrialFolder:
     def clean(self) -> None:
         """Remove the files of unfinished trials and compilers."""
         shutil.rmtree(self.work, ignore_errors=True)
+
+
+def _small(recipe: Recipe) -> bool:
+    """Whether comparing with plain fp32 takes next to no time."""
+    return count_parameters(recipe.shape()) <= WHOLE_UP_TO
+
+
+def _asks_for_more(found: TrialFound, steps: int) -> bool:
+    """Whether a longer curve is wanted, and was not cut short by its time."""
+    curve = found.get("curve")
+    made = len(curve["losses"]) if curve else 0
+    return (
+        curve is not None and made < steps and found.get("seconds", {}).get(f"parity {CURVE}", 0.0) < CURVE_S
+    )
 
 
 def digest_of(inputs: Any) -> str:
@@ -145,6 +162,7 @@ class Bench(TrialFolder):
             else None,
             "profile": first,
             "parity": parity,
+            "audit": write_toml(without_speed(recipe)) if first or _small(recipe) else None,
             "extra_techniques": list(self.extra_techniques),
         }
         limit = min(self.plan.measure.limit_s, limit_s)
@@ -191,6 +209,31 @@ class Bench(TrialFolder):
         """Whether the life of a recipe is recorded."""
         return self._life_path(recipe).exists()
 
+    def curve(self, plain: Recipe, steps: int) -> tuple[TraceFound | None, TraceFound | None]:
+        """The reference's steps on the batches of a timing, and those of its perturbed run: as many as the timing had, if the
+        time allows. (None, None) where plain fp32 cannot run here."""
+        path = self.folder / "parity" / f"{self._digest(plain)}-{CURVE}.json"
+        known = self.stored(path)
+        if known is None or _asks_for_more(known.found, steps):
+            # Room for a rung that is faster, and so makes more steps.
+            wanted = math.ceil(1.5 * steps)
+            how = {"steps": wanted, "as_timed": True, "at_least": self.plan.parity.steps, "budget_s": CURVE_S}
+            file = str((self.work / f"{path.stem}.safetensors").resolve())
+            spec = {
+                "kind": "measure",
+                "recipe": write_toml(plain),
+                "machine": self.machine.to_dict(),
+                "timing": None,
+                "profile": False,
+                "parity": [
+                    {"as": name, "recipe": write_toml(plain), "gradients": file, "rounded": rounded, **how}
+                    for name, rounded in ((CURVE, False), (f"{CURVE}_twin", True))
+                ],
+                "extra_techniques": list(self.extra_techniques),
+            }
+            known = self.execute(spec, path, self.plan.measure.limit_s, plain)
+        return known.found.get("curve"), known.found.get("curve_twin")
+
     def parity_recipe(self, recipe: Recipe) -> Recipe:
         settings = self.plan.parity
         return parity_recipe(recipe, self.plan.base, settings.steps, settings.changes)
@@ -205,6 +248,11 @@ class Bench(TrialFolder):
 
     def gradients(self, wanted: Recipe, rounded: bool = False) -> Path:
         return self.folder / "parity" / f"{self._digest(wanted)}{'-twin' if rounded else ''}.safetensors"
+
+    def gradients_fp32(self, wanted: Recipe) -> Path:
+        """Those of a step without the techniques that round."""
+        file = self.gradients(wanted)
+        return file.with_name(f"{file.stem}-fp32{file.suffix}")
 
     def _trace_path(self, wanted: Recipe, rounded: bool = False) -> Path:
         return self.gradients(wanted, rounded).with_suffix(".json")

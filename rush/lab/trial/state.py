@@ -15,10 +15,24 @@ class TrialState:
     outcomes: list[Outcome]
     refused: str | None
     """Why the recipe cannot be measured at all."""
+    idle: str | None = None
+    """Why what is required did nothing, whatever its own evidence says."""
 
     @property
     def evidence(self) -> list[dict[str, Any]]:
-        return list(self.outcomes[0].found.get("evidence", [])) if self.outcomes else []
+        rows = list(self.outcomes[0].found.get("evidence", [])) if self.outcomes else []
+        if self.idle is None:
+            return rows
+        return [
+            {
+                **row,
+                "took_effect": False,
+                "what": f"{self.idle}, and its evidence ({row['what']}) proves nothing",
+            }
+            if row["technique"] in self.required
+            else row
+            for row in rows
+        ]
 
     @property
     def required(self) -> Collection[str]:

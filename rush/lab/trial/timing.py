@@ -14,15 +14,19 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from rush.data import Batch, Steps
 from rush.hardware import conditions, peak_memory_bytes, reset_peak_memory
+from rush.hardware.memory_use import process_memory
 from rush.lab.paired import Timed
 from rush.lab.trial.found import TimingFound
+from rush.lab.trial.step_log import StepLog
 from rush.models import Decoder
 from rush.training.build import Run
 from rush.training.schedule import learning_rate
@@ -64,6 +68,7 @@ class Stepper:
         self.step = 0
         self.waited_s = 0.0
         self.last: LaunchedStep | None = None
+        self.log = StepLog()
         self.counts: list[dict[str, float]] = []
         """Tokens of every kind in each step looked at so far, of all ranks."""
 
@@ -78,7 +83,10 @@ class Stepper:
         self.step += 1
         schedule_step = min(self.step, self.run.recipe.steps)
         lr = learning_rate(self.run.recipe, schedule_step)
-        before, self.last = self.last, launch_step(self.run, self.step, lr, self.batches())
+        batches = self.batches()
+        self.log.given(batches)
+        before, self.last = self.last, launch_step(self.run, self.step, lr, batches)
+        self.log.launched()
         self._look_at(before)
 
     def settle(self) -> None:
@@ -88,18 +96,25 @@ class Stepper:
 
     def _look_at(self, launched: LaunchedStep | None) -> None:
         if launched is not None:
-            counts = launched.result().counts  # raises if it diverged
+            result = launched.result()  # raises if it diverged
+            self.log.result(result)
+            counts = result.counts
             self.counts.append({"processed": counts.tokens, "real": counts.real, "trained": counts.labels})
 
 
 def time_steps(
-    run: Run, loader: Steps, timing: Timing, agree: Callable[[float], float] = lambda seconds: seconds
+    run: Run,
+    loader: Steps,
+    timing: Timing,
+    agree: Callable[[float], float] = lambda seconds: seconds,
+    stepper: Stepper | None = None,
 ) -> TimingFound:
     """Warm up, then time; everything as plain JSON values.
 
     Of several ranks all must make the same number of steps: `agree` makes of each one's seconds those that count for all.
+    `stepper`: what launches the steps and logs them, where more steps follow the timed ones.
     """
-    stepper, clock = Stepper(run, loader), _clock(run.device)
+    stepper, clock = stepper or Stepper(run, loader), _clock(run.device)
     # What counts is tokens in pretraining, and in fine-tuning those that are learned from.
     counted = "processed" if run.recipe.objective.kind == "lm" else "trained"
 
@@ -152,11 +167,13 @@ def time_steps(
         "steady": steady,
         "hopeless": hopeless,
         "data_wait_ms": 1000 * (stepper.waited_s - waited_before) / (stepper.step - steps_before),
-        "peak_memory_bytes": peak_memory_bytes(run.device.type),
+        **_memory(run.device.type),
         "flops_per_token": _work(run),
         "dtype": run.matmul_dtype(),
         "rate_dtype": run.rate_dtype(),
         "environment": around.to_dict(),
+        "steps": stepper.log.to_dict(),
+        "packed": run.loader_options.get("packing") is not None,
     }
 
 
@@ -175,6 +192,25 @@ def timed(timing: TimingFound) -> Timed:
     told = timing.get("sample_tokens") or {}
     tokens = told.get(timing.get("counted", "processed"), ())
     return Timed(rates(timing), tokens, timing.get("sample_steps"), timing.get("steps_per_sample", 1))
+
+
+def _memory(device: str) -> TimingFound:
+    """The peak of the timed steps; on a CPU with that of the processes it started, which are no other machine. On a GPU what lies in
+    host memory is counted apart."""
+    peak, children = peak_memory_bytes(device), children_bytes()
+    if device == "cpu":
+        return {"peak_memory_bytes": peak + children, "elsewhere_bytes": children}
+    return {"peak_memory_bytes": peak, "elsewhere_bytes": children + process_memory().resident_bytes}
+
+
+def children_bytes() -> int:
+    """Memory that belongs to the processes this one started alone; without the compiler's, which wait for work."""
+    total = 0
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if not any("compile_worker" in word for word in child.cmdline()):
+                total += child.memory_full_info().uss
+    return total
 
 
 def _work(run: Run) -> int | None:
