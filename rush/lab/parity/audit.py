@@ -26,7 +26,7 @@ from rush.hardware import Machine
 from rush.hub.folders import starting_weights
 from rush.lab.parity.trace import WHOLE_UP_TO, plain_dims, plain_part, read_gradients
 from rush.lab.trial.found import AuditFound
-from rush.lab.trial.step_log import Reached, digest
+from rush.lab.trial.step_log import Flow, digest
 from rush.lab.trial.timing import Stepper
 from rush.recipe import Recipe
 from rush.techniques.api.tolerances import gradient_errors
@@ -62,7 +62,6 @@ class AuditedStep:
     loss: float
     grad_norm: float
     skipped: bool
-    reached: list[Reached]
     weights: dict[str, Tensor] | None
     """Trained weights before the step, fp32 on the host; None where the step is not compared."""
     gradients: dict[str, Tensor]
@@ -75,15 +74,18 @@ class AuditedStep:
 @dataclass
 class Audited:
     steps: list[AuditedStep] = field(default_factory=list)
+    flow: Flow = field(default_factory=Flow)
 
 
 def record(run: Run, stepper: Stepper) -> Audited:
     """Make the steps; everything that is compared later lies on the host."""
     num_trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     audited = Audited()
+    stepper.log.looking = audited.flow
     for number in range(STEPS):
         last = number == STEPS - 1
         audited.steps.append(_audit_step(run, stepper, copied=last or num_trained * STEPS <= HOST_COPIES))
+    stepper.log.looking = None
     return audited
 
 
@@ -92,6 +94,7 @@ def _audit_step(run: Run, stepper: Stepper, *, copied: bool) -> AuditedStep:
     lr = learning_rate(run.recipe, min(stepper.step, run.recipe.schedule.steps))
     batches = stepper.batches()
     given = [batch.each(torch.clone) for batch in batches]  # before a technique can touch them
+    stepper.log.given(given)
     before, moments = {name: _slice(p) for name, p in _named(run)}, _moments(run)
     weights = _copied(run) if copied else None
     held, raw = dict[str, Tensor](), dict[str, Tensor]()
@@ -101,13 +104,10 @@ def _audit_step(run: Run, stepper: Stepper, *, copied: bool) -> AuditedStep:
         raw.update({name: _slice(p.grad) for name, p in _named(run) if p.grad is not None})
 
     hook = run.optimizer.register_step_pre_hook(keep)
-    reached: list[Reached] = []
-    stepper.log.looking = reached
     try:
         result = train_step(run, stepper.step, lr, batches)
     finally:
         hook.remove()
-        stepper.log.looking = None
     factor = clip_factor(run, result.grad_norm)
     after = {name: _slice(p) for name, p in _named(run)}
     updates = {} if result.skipped else _updates(run, raw, moments, lr, result.grad_norm, factor)
@@ -116,7 +116,6 @@ def _audit_step(run: Run, stepper: Stepper, *, copied: bool) -> AuditedStep:
         result.loss,
         result.grad_norm,
         result.skipped,
-        list(reached),
         weights,
         {name: gradient / factor for name, gradient in held.items()},
         updates,
@@ -214,7 +213,7 @@ def held_against_plain(
         "plain_grad_norms": [each.norm for each in compared],
         "errors": _worst_of(each.errors for each in compared),
         "repeats": any(map(_repeats, audited.steps[1:], audited.steps)),
-        **_flow(audited),
+        "flow": audited.flow.to_dict(),
         **_updated(audited),
     }
     del run
@@ -274,16 +273,6 @@ def _repeats(step: AuditedStep, before: AuditedStep) -> bool:
     return (
         alike and other and all(torch.equal(step.gradients[n], before.gradients[n]) for n in step.gradients)
     )
-
-
-def _flow(audited: Audited) -> AuditFound:
-    """What the loader returned and what reached the innermost pass, of every step."""
-    return {
-        "labels": [sum(batch.num_labels for batch in step.batches) for step in audited.steps],
-        "reached_labels": [sum(r.labels for r in step.reached) for step in audited.steps],
-        "digests": [[digest([batch], None) for batch in step.batches] for step in audited.steps],
-        "reached_digests": [[r.digest for r in step.reached] for step in audited.steps],
-    }
 
 
 def _updated(audited: Audited) -> AuditFound:

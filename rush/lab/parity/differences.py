@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rush.lab.parity.trace import INITIAL, MOVED
-from rush.lab.trial.found import AuditFound, StepsFound, TimingFound, TraceFound
+from rush.lab.trial.found import AuditFound, FlowFound, StepsFound, TimingFound, TraceFound
 from rush.techniques.api.tolerances import CLOSE, compare_curves, gradient_errors, gradient_tolerance
 
 FEWER_ROWS = "trained on fewer rows"
@@ -35,10 +35,12 @@ OTHER_LOSS = "another loss"
 OTHER_CURVE = "another loss curve"
 
 ORDER = (
-    FEWER_ROWS, FEWER_LABELS, CACHED, REPEATED, OTHER_ORDER, OTHER_START, UNMOVED, NO_GRADIENT, OTHER_RATE, OTHER_UPDATE,
-    OTHER_GRADIENT, OTHER_LOSS, OTHER_CURVE,
+    FEWER_ROWS, FEWER_LABELS, CACHED, REPEATED, OTHER_ORDER, OTHER_START, UNMOVED, NO_GRADIENT, OTHER_GRADIENT,
+    OTHER_RATE, OTHER_UPDATE, OTHER_LOSS, OTHER_CURVE,
 )  # fmt: skip
 """The most telling first: fewer rows also make another gradient."""
+EFFECTS = (OTHER_GRADIENT, OTHER_RATE, OTHER_UPDATE, OTHER_LOSS, OTHER_CURVE)
+"""What follows from other causes; alone, the first of them is the name."""
 MOVEMENT = {"float32": 0.02, "tf32": 0.1, "float16": 0.1, "bfloat16": 0.2}
 """Allowed difference of the movement of all weights in the first steps, along that of plain fp32: Adam's first steps follow the sign
 of a gradient, and rounding turns the smallest."""
@@ -80,7 +82,7 @@ def in_first_steps(
     """In the parity trace. `same_rows`: whether batches must be those of the reference, row by row."""
     found = []
     if (steps := tried.get("steps")) and (own := plain.get("steps")):
-        found += _flow(steps)
+        found += [*_flow(steps), *_reached(tried.get("flow", {}))]
         if same_rows:
             found += _batches(steps["digests"], own["digests"])
         found += _labels(steps["labels"], own["labels"])
@@ -192,7 +194,9 @@ def after_timing(
     """In the steps after the timing, each computed again by plain fp32 from the run's own weights."""
     if not audit.get("steps"):
         return []
-    found = _reached(audit)
+    found = _reached(audit["flow"])
+    if audit["repeats"]:
+        found.append(Difference(CACHED, "a step's gradients are, bit for bit, those of the step before"))
     allowed = gradient_tolerance(dtype, relative_error)
     errors = {name: math.inf if error is None else error for name, error in audit["errors"].items()}
     missing = sorted(name for name, error in errors.items() if math.isinf(error))
@@ -222,31 +226,23 @@ def after_timing(
     return found
 
 
-def _reached(audit: AuditFound) -> list[Difference]:
-    """What the passes of the audited steps got."""
-    found = []
-    if audit["repeats"]:
-        found.append(Difference(CACHED, "a step's gradients are, bit for bit, those of the step before"))
+def _reached(flow: FlowFound) -> list[Difference]:
+    """What the passes of the steps that were looked at got."""
     before: list[str] = []
     given_before: list[str] = []
-    for labels, reached, given, got in zip(
-        audit["labels"], audit["reached_labels"], audit["digests"], audit["reached_digests"], strict=True
-    ):
+    for step, given in enumerate(flow.get("digests", ())):
+        labels, reached, got = (flow[k][step] for k in ("labels", "reached_labels", "reached_digests"))  # type: ignore[literal-required]
         if got and 0 < reached < labels:
-            found.append(Difference(FEWER_LABELS, f"{reached:,} of {labels:,} labels reached the model"))
-            break
+            return [Difference(FEWER_LABELS, f"{reached:,} of {labels:,} labels reached the model")]
         # Where a technique splits micro batches, what arrives has no counterpart to compare with.
         if len(got) == len(given) and got != given:
-            again = [one for one in got if one in before]
-            if again or any(one in given_before for one in got):
-                said = "a batch of an earlier step reached the model"
-                found.append(Difference(REPEATED if again else OTHER_ORDER, said))
-            else:
-                found.append(Difference(OTHER_ORDER, "another batch than the loader's reached the model"))
-            break
+            again = any(one in before for one in got)
+            earlier = again or any(one in given_before for one in got)
+            said = "a batch of an earlier step" if earlier else "another batch than the loader's"
+            return [Difference(REPEATED if again else OTHER_ORDER, f"{said} reached the model")]
         before += got
         given_before += given
-    return found
+    return []
 
 
 def main_kind(found: Sequence[Difference]) -> str | None:
@@ -255,11 +251,13 @@ def main_kind(found: Sequence[Difference]) -> str | None:
 
 
 def in_words(found: Sequence[Difference]) -> str:
-    """All of them, the most telling first; of one kind the first."""
+    """The most telling first, of one kind the first, and without what only follows from them."""
     first: dict[str, Difference] = {}
     for each in found:
         first.setdefault(each.kind, each)
-    return "; ".join(str(first[kind]) for kind in ORDER if kind in first)
+    causes = [kind for kind in ORDER if kind in first and kind not in EFFECTS]
+    told = causes or [kind for kind in ORDER if kind in first][:1]
+    return "; ".join(str(first[kind]) for kind in told)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -27,7 +27,7 @@ from rush.files import replacing
 from rush.hardware import Machine
 from rush.hub.folders import starting_weights
 from rush.lab.ladder.ladder_file import change
-from rush.lab.trial.step_log import StepLog
+from rush.lab.trial.step_log import Flow, StepLog
 from rush.models import Shape, build_model
 from rush.recipe import Recipe
 from rush.recipe_io import parse
@@ -49,6 +49,8 @@ INITIAL, MOVED = "initial/", "moved/"
 @dataclass(frozen=True)
 class Trace:
     log: StepLog
+    flow: Flow
+    """Of the first steps."""
     unmoved: list[str]
     """Trained tensors that are what they were before the first step."""
     weights: str
@@ -75,6 +77,7 @@ class Trace:
             "grad_norms": self.grad_norms,
             "skipped": self.skipped,
             "steps": self.log.to_dict(),
+            "flow": self.flow.to_dict(),
             "unmoved": self.unmoved,
             "moved_steps": min(MOVED_STEPS, len(self.losses)),
             "weights": self.weights,
@@ -159,7 +162,7 @@ def trace(
             for parameter in run.model.parameters():
                 if parameter.requires_grad:  # a frozen base may be quantized
                     parameter.copy_(parameter.bfloat16())
-    log = StepLog()
+    log, flow = StepLog(), Flow()
     log.watch(run)
     corpus = corpus.ready_for(run, weights, None)
     start, kept = _sketched(run), dict[str, torch.Tensor]()
@@ -172,6 +175,7 @@ def trace(
             if step > at_least and time.monotonic() - began > budget_s:
                 break
             batches = list(loader.next_step())
+            log.looking = flow if step <= MOVED_STEPS else None
             log.given(batches)
             if step == 1:
                 result, first = _first_step(run, batches)
@@ -191,7 +195,7 @@ def trace(
     unmoved = [name for name in start if torch.equal(start[name], end[name])]
     dtypes = {_exact(run, parameter).dtype for _, parameter in _trained(run)}
     weights_dtype = "float32" if dtypes == {torch.float32} else "shorter"
-    return Trace(log, unmoved, weights_dtype, run.matmul_dtype())
+    return Trace(log, flow, unmoved, weights_dtype, run.matmul_dtype())
 
 
 def _first_step(run: Run, batches: Iterable[Batch]) -> tuple[StepResult, dict[str, torch.Tensor]]:

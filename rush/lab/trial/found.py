@@ -66,6 +66,8 @@ class TraceFound(TypedDict, total=False):
     dtype: str
     """The matmul dtype; only in traces on several ranks, and in those of this version."""
     steps: StepsFound
+    flow: FlowFound
+    """Of the first steps."""
     moved_steps: int
     """Steps after which the weights' movement was kept, beside the gradients."""
     unmoved: list[str]
@@ -74,6 +76,17 @@ class TraceFound(TypedDict, total=False):
     """float32, or shorter: the trained weights, or their masters."""
     in_fp32: dict[str, Any]
     """A step without the techniques that round."""
+
+
+class FlowFound(TypedDict, total=False):
+    """What the loader returned and what reached the innermost pass, of each step that was looked at."""
+
+    labels: list[int]
+    reached_labels: list[int]
+    """0 where a captured graph was replayed."""
+    digests: list[list[str]]
+    """Of every micro batch, whole."""
+    reached_digests: list[list[str]]
 
 
 class AuditFound(TypedDict, total=False):
@@ -89,11 +102,7 @@ class AuditFound(TypedDict, total=False):
     """The relative error of each tensor's gradient; None where it has none."""
     repeats: bool
     """Whether a step's gradients were those of the step before."""
-    labels: list[int]
-    reached_labels: list[int]
-    """0 where a captured graph was replayed."""
-    digests: list[list[str]]
-    reached_digests: list[list[str]]
+    flow: FlowFound
     unmoved: list[str]
     updates: dict[str, Any] | None
     """Against AdamW's formula; None where moments cannot be read."""

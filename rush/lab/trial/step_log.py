@@ -13,11 +13,13 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rush.data import Batch
-from rush.lab.trial.found import StepsFound
+from rush.data.batch import IGNORED
+from rush.lab.trial.found import FlowFound, StepsFound
 from rush.techniques.api.contract import Pass
 from rush.training.build import Run
 from rush.training.step import StepResult
@@ -26,12 +28,31 @@ COLUMNS = 16
 """Positions of a row that its digest covers."""
 
 
-@dataclass(frozen=True)
-class Reached:
-    """What the innermost pass got."""
+@dataclass
+class Flow:
+    """What was given and what reached the innermost pass, step by step: labels, and digests of whole micro batches."""
 
-    labels: int
-    digest: str
+    given: list[list[tuple[int, str]]] = field(default_factory=list)
+    reached: list[list[tuple[int, str]]] = field(default_factory=list)
+
+    def begin(self, batches: Sequence[Batch]) -> None:
+        self.given.append([_told(batch) for batch in batches])
+        self.reached.append([])
+
+    def to_dict(self) -> FlowFound:
+        return {
+            "labels": [sum(labels for labels, _ in step) for step in self.given],
+            "reached_labels": [sum(labels for labels, _ in step) for step in self.reached],
+            "digests": [[text for _, text in step] for step in self.given],
+            "reached_digests": [[text for _, text in step] for step in self.reached],
+        }
+
+
+def _told(batch: Batch) -> tuple[int, str]:
+    labels = int(
+        np.count_nonzero(batch.labels_bt.cpu().numpy() != IGNORED)
+    )  # counted anew: it may have changed
+    return labels, digest([batch], columns=None)
 
 
 @dataclass
@@ -47,8 +68,8 @@ class StepLog:
     reached_rows: list[int] = field(default_factory=list)
     reached_tokens: list[int] = field(default_factory=list)
     skipped: int = 0
-    looking: list[Reached] | None = None
-    """After the timing: everything that reaches the innermost pass."""
+    looking: Flow | None = None
+    """Where nothing is timed: everything that reaches the innermost pass."""
     _rows: int = 0
     _tokens: int = 0
 
@@ -61,7 +82,7 @@ class StepLog:
             self._rows += rows
             self._tokens += rows * width
             if self.looking is not None and not _capturing():
-                self.looking.append(Reached(batch.num_labels, digest([batch], columns=None)))
+                self.looking.reached[-1].append(_told(batch))
             return innermost(batch, loss_scale)
 
         counted_pass: Pass = counted
@@ -74,6 +95,8 @@ class StepLog:
         self.tokens.append(sum(batch.tokens_bt.numel() for batch in batches))
         self.digests.append(digest(batches))
         self._rows = self._tokens = 0
+        if self.looking is not None:
+            self.looking.begin(batches)
 
     def launched(self) -> None:
         """Its passes are launched, all of them."""
