@@ -23,7 +23,7 @@ from rush.files import timestamp
 from rush.lab.ladder.findings import FORMULAS, Baselines, RungState, rung_of
 from rush.lab.ladder.ladder_file import LadderPlan, SearchConfig
 from rush.lab.paired import floors_of
-from rush.lab.parity.judge import parity_with_plain
+from rush.lab.parity.judge import in_further_process, parity_with_plain
 from rush.lab.trial.found import TrialFound
 from rush.lab.trial.runner import TIMING, Bench, open_bench
 from rush.lab.trial.trial import Outcome
@@ -123,6 +123,8 @@ class Match:
         assert state.recipe is not None
         outcome = bench.run(state.recipe, f"time-{number}", first=number == 0)
         state.outcomes.append(outcome)
+        if number and state.parity is not None:
+            state.parity = in_further_process(state.parity, outcome, state.outcomes[0])
         if number == 0 and outcome.status == "ok":
             state.parity, made = parity_with_plain(bench, state.recipe, outcome, bench.plan.base)
             if made is not None:

@@ -24,7 +24,7 @@ from rush.lab.ladder.findings import FORMULAS, Baselines, RungState, drift_of, r
 from rush.lab.ladder.ladder_file import Addition, LadderPlan, compose
 from rush.lab.ladder.limits import batch_curve, sequence_limits, stops_paying, tries
 from rush.lab.paired import floors_near, quotient
-from rush.lab.parity.judge import parity_with_plain
+from rush.lab.parity.judge import in_further_process, parity_with_plain
 from rush.lab.trial.found import TimingFound
 from rush.lab.trial.runner import Bench, open_bench
 from rush.lab.trial.timing import timed
@@ -201,6 +201,8 @@ class Climb:
         earlier = self.bench.known(state.recipe, f"time-{number}") is not None
         outcome = self.bench.run(state.recipe, f"time-{number}", first=number == 0)
         state.outcomes.append(outcome)
+        if number and state.parity is not None:
+            state.parity = in_further_process(state.parity, outcome, state.outcomes[0])
         if number == 0 and state.status in ("ok", "no_effect"):
             if earlier and self.judged.get(state.recipe.digest):
                 # The gradients may be gone: a folder may be copied without them.

@@ -188,6 +188,15 @@ def in_timed_steps(
     return found, told
 
 
+def in_further_process(timing: TimingFound, first: TimingFound) -> list[Difference]:
+    """In another process of the same recipe: what reached the model, and the batches and labels of the first process."""
+    steps, before = timing.get("steps"), first.get("steps")
+    if steps is None or before is None:
+        return []
+    alike = _batches(steps["digests"], before["digests"])
+    return [*_flow(steps), *alike, *_labels(steps["labels"], before["labels"])]
+
+
 def after_timing(
     audit: AuditFound, dtype: str, relative_error: float, weights: str | None
 ) -> list[Difference]:
@@ -231,7 +240,11 @@ def _reached(flow: FlowFound) -> list[Difference]:
     before: list[str] = []
     given_before: list[str] = []
     for step, given in enumerate(flow.get("digests", ())):
-        labels, reached, got = (flow[k][step] for k in ("labels", "reached_labels", "reached_digests"))  # type: ignore[literal-required]
+        labels, reached, got = (
+            flow["labels"][step],
+            flow["reached_labels"][step],
+            flow["reached_digests"][step],
+        )
         if got and 0 < reached < labels:
             return [Difference(FEWER_LABELS, f"{reached:,} of {labels:,} labels reached the model")]
         # Where a technique splits micro batches, what arrives has no counterpart to compare with.

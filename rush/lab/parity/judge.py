@@ -15,6 +15,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rush.lab.parity import differences
 from rush.lab.parity.differences import (
     NO_GRADIENT,
     OTHER_GRADIENT,
@@ -144,10 +145,26 @@ def parity_of(
     late = after_timing(audit, dtype, rounding, tried.get("weights"))
     known = {each.kind for each in early}
     found = [*early, *(replace(each, late=each.kind not in known) for each in (*timed, *late))]
-    return _named(record | {"timed": compared, "after_timing": _told(audit)}, found, judged.why)
+    return _named(record | {"timed": compared, "after_timing": _told(audit)}, found)
 
 
-def _named(record: dict[str, Any], found: list[Difference], why: str) -> dict[str, Any]:
+def in_further_process(parity: dict[str, Any], outcome: Outcome, first: Outcome) -> dict[str, Any]:
+    """The parity record once a further process of the rung was timed: it must have trained as the first did."""
+    timing = outcome.found.get("timing")
+    if timing is None or "differences" not in parity or parity["differences"]:
+        return parity
+    rounding = max(
+        (row.get("relative_error", 0.0) for row in outcome.found["techniques"].values()), default=0.0
+    )
+    audit = outcome.found.get("audit", AuditFound(steps=0))
+    found = [
+        *differences.in_further_process(timing, first.found["timing"]),
+        *after_timing(audit, timing["dtype"], rounding, "float32"),
+    ]
+    return _named(parity, [replace(each, late=True) for each in found])
+
+
+def _named(record: dict[str, Any], found: list[Difference]) -> dict[str, Any]:
     """The record with its differences by name; with one, no run is equal."""
     record["differences"] = [each.to_dict() for each in found]
     if not found:

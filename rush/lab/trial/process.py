@@ -95,13 +95,13 @@ def _measure(spec: Mapping[str, Any], result: TrialResult) -> None:
     gc.collect()
     if machine.device == "cuda":
         torch.cuda.empty_cache()
+    for number, parity in enumerate(spec["parity"]):
+        _trace(parity, machine, parity.get("as", ("trace", "twin")[number]), result)
+    # Last, because plain fp32 may not fit.
     if audited is not None:
         began = time.monotonic()
         result.add(audit=_audit(audited, _recipe(spec["audit"]), machine, corpus))
         result.took("audit", began)
-        del audited
-    for number, parity in enumerate(spec["parity"]):
-        _trace(parity, machine, parity.get("as", ("trace", "twin")[number]), result)
 
 
 def _trace(parity: Mapping[str, Any], machine: Machine, name: str, result: TrialResult) -> None:

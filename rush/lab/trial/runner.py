@@ -162,7 +162,7 @@ class Bench(TrialFolder):
             else None,
             "profile": first,
             "parity": parity,
-            "audit": write_toml(without_speed(recipe)) if first or _small(recipe) else None,
+            "audit": write_toml(without_speed(recipe)) if self._audits(recipe, first) else None,
             "extra_techniques": list(self.extra_techniques),
         }
         limit = min(self.plan.measure.limit_s, limit_s)
@@ -208,6 +208,12 @@ class Bench(TrialFolder):
     def lived(self, recipe: Recipe) -> bool:
         """Whether the life of a recipe is recorded."""
         return self._life_path(recipe).exists()
+
+    def _audits(self, recipe: Recipe, first: bool) -> bool:
+        """Whether plain fp32 is run after the timing: in the first process of a rung, in all of them where that takes no time. On a
+        CPU, where too little memory ends the process, not where the ladder says that plain fp32 is too large."""
+        too_large = any(key.startswith(("model.", "batch.sequence")) for key in self.plan.parity.changes)
+        return (first or _small(recipe)) and not (too_large and self.machine.device == "cpu")
 
     def curve(self, plain: Recipe, steps: int) -> tuple[TraceFound | None, TraceFound | None]:
         """The reference's steps on the batches of a timing, and those of its perturbed run: as many as the timing had, if the
