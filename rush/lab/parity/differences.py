@@ -18,7 +18,12 @@ from torch import Tensor
 
 from rush.lab.parity.trace import INITIAL, MOVED
 from rush.lab.trial.found import AuditFound, FlowFound, StepsFound, TimingFound, TraceFound
-from rush.techniques.api.tolerances import CLOSE, compare_curves, gradient_errors, gradient_tolerance
+from rush.techniques.api.tolerances import (
+    close_tolerance,
+    compare_curves,
+    gradient_errors,
+    gradient_tolerance,
+)
 
 FEWER_ROWS = "trained on fewer rows"
 FEWER_LABELS = "trained on fewer labels"
@@ -41,9 +46,9 @@ ORDER = (
 """The most telling first: fewer rows also make another gradient."""
 EFFECTS = (OTHER_GRADIENT, OTHER_RATE, OTHER_UPDATE, OTHER_LOSS, OTHER_CURVE)
 """What follows from other causes; alone, the first of them is the name."""
-MOVEMENT = {"float32": 0.02, "tf32": 0.1, "float16": 0.1, "bfloat16": 0.2}
-"""Allowed difference of the movement of all weights in the first steps, along that of plain fp32: Adam's first steps follow the sign
-of a gradient, and rounding turns the smallest."""
+MOVEMENT, MOVEMENT_16, MOVEMENT_8 = 0.02, 0.2, 0.5
+"""Allowed difference of the movement of all weights in the first steps, along that of plain fp32, in fp32, in 16 bits and in fp8:
+Adam's first steps follow the sign of a gradient, and rounding turns the smallest. (The audit checks the update itself, to 0.2 %.)"""
 UPDATE = 2e-3
 """Allowed relative difference of an fp32 update from AdamW's formula."""
 
@@ -77,9 +82,16 @@ class Sketches:
 
 
 def in_first_steps(
-    tried: TraceFound, plain: TraceFound, ours: Sketches, reference: Sketches, dtype: str, *, same_rows: bool
+    tried: TraceFound,
+    plain: TraceFound,
+    ours: Sketches,
+    reference: Sketches,
+    dtype: str,
+    relative_error: float,
+    *,
+    same_rows: bool,
 ) -> list[Difference]:
-    """In the parity trace. `same_rows`: whether batches must be those of the reference, row by row."""
+    """In the parity trace. `relative_error`: of the matmuls, as techniques declare it; `same_rows`: whether batches must be those of the reference, row by row."""
     found = []
     if (steps := tried.get("steps")) and (own := plain.get("steps")):
         found += [*_flow(steps), *_reached(tried.get("flow", {}))]
@@ -99,10 +111,16 @@ def in_first_steps(
     ratio = _along(ours.moved, reference.moved)
     exact = not tried.get("skipped") and tried.get("weights") == "float32" == plain.get("weights")
     exact = exact and tried.get("moved_steps") == plain.get("moved_steps")
-    if ratio is not None and exact and abs(ratio - 1) > MOVEMENT[dtype]:
+    if ratio is not None and exact and abs(ratio - 1) > _movement(dtype, relative_error):
         said = f"weights moved {ratio:.3f} times as far as in plain fp32 in {tried['moved_steps']} steps"
         found.append(Difference(OTHER_RATE, said))
     return found
+
+
+def _movement(dtype: str, relative_error: float) -> float:
+    if dtype == "float32":
+        return MOVEMENT
+    return MOVEMENT_16 if relative_error <= 2**-7 else MOVEMENT_8
 
 
 def _along(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float | None:
@@ -217,7 +235,7 @@ def after_timing(
         said = f"that of {worst} is off by {off[worst]:.1e} after the timing, {allowed:.1e} allowed"
         found.append(Difference(OTHER_GRADIENT, said))
     for own, plain in zip(audit["losses"], audit["plain_losses"], strict=True):
-        if abs(own - plain) > CLOSE[dtype].loss * abs(plain):
+        if abs(own - plain) > close_tolerance(dtype).loss * abs(plain):
             said = f"{own:.5g} where plain fp32 has {plain:.5g} from the same weights on the same batch"
             fewer = own < 0.9 * plain and off
             found.append(Difference(FEWER_LABELS if fewer else OTHER_LOSS, said))

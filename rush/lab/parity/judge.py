@@ -134,7 +134,7 @@ def parity_of(
     ours, theirs = (Sketches.read(bench.gradients(one)) for one in (wanted, reference))
     same_rows = recipe.objective.kind == "lm"
     early = [
-        *in_first_steps(tried, plain, ours, theirs, dtype, same_rows=same_rows),
+        *in_first_steps(tried, plain, ours, theirs, dtype, rounding, same_rows=same_rows),
         *_in_gradients(errors, gradient_tolerance(dtype, rounding)),
         *_in_fp32(bench, wanted, reference, tried),
     ]

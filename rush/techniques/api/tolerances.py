@@ -84,10 +84,15 @@ MEASURED = ("same bits", "rounding", "statistical")
 """What a run is found to be equal by, the finest first."""
 
 
+def close_tolerance(dtype: str) -> Tolerance:
+    """What rounding in this dtype explains; of dtypes shorter than bf16 (fp8) as much as of bf16."""
+    return CLOSE.get(dtype, CLOSE["bfloat16"])
+
+
 def gradient_tolerance(dtype: str, relative_error: float = 0.0) -> float:
     """What rounding explains of a gradient. `relative_error`: of the matmuls, as techniques declare it; in plain fp32 matmuls
     nothing is rounded further, whatever they declare."""
-    own = CLOSE[dtype].gradient
+    own = close_tolerance(dtype).gradient
     if dtype == "float32":
         return own
     return max(own, min(GRADIENT_MOST, GRADIENT_PER_ROUNDING * relative_error))
@@ -190,8 +195,8 @@ def _judge_steps(
     """Compare step by step: not a bit may differ, or what rounding explains."""
     exact = test == "exact"
     first = len(losses) if exact else CLOSE_STEPS
-    allowed = Tolerance(0.0, 0.0, 0.0) if exact else CLOSE[dtype]
-    grown = 0.0 if exact else TIMES_PERTURBED * _ROUNDING[dtype]
+    allowed = Tolerance(0.0, 0.0, 0.0) if exact else close_tolerance(dtype)
+    grown = 0.0 if exact else TIMES_PERTURBED * _ROUNDING.get(dtype, 1.0)
     found = [
         *_steps(
             "loss",
