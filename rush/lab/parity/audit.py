@@ -91,7 +91,7 @@ def record(run: Run, stepper: Stepper) -> Audited:
 
 def _audit_step(run: Run, stepper: Stepper, *, copied: bool) -> AuditedStep:
     stepper.step += 1
-    lr = learning_rate(run.recipe, min(stepper.step, run.recipe.schedule.steps))
+    lr = learning_rate(run.recipe, min(stepper.step, run.recipe.steps))
     batches = stepper.batches()
     given = [batch.each(torch.clone) for batch in batches]  # before a technique can touch them
     stepper.log.given(given)

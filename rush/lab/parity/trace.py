@@ -34,6 +34,7 @@ from rush.recipe_io import parse
 from rush.techniques import Parity, registry
 from rush.training.build import Run, build
 from rush.training.corpus import Corpus
+from rush.training.epochs import with_steps
 from rush.training.schedule import learning_rate
 from rush.training.step import StepResult, clip_factor, train_step
 
@@ -154,7 +155,6 @@ def trace(
     The perturbed reference run starts from weights `rounded` to bf16: its distance shows how rounding errors grow. `as_timed`: on
     the batches of a timing. Past `budget_s` seconds no step beyond `at_least` is begun.
     """
-    steps = steps or recipe.schedule.steps
     weights = starting_weights(recipe)
     run = build(recipe, machine, weights)
     if rounded:
@@ -171,6 +171,8 @@ def trace(
     samples = None if as_timed else recipe.micro * recipe.accumulation
     began = time.monotonic()
     with corpus.loader(recipe, run.loader_options, same_samples=samples) as loader:
+        run.recipe = recipe = with_steps(recipe, loader)
+        steps = steps or recipe.steps
         for step in range(1, steps + 1):
             if step > at_least and time.monotonic() - began > budget_s:
                 break
@@ -181,7 +183,7 @@ def trace(
                 result, first = _first_step(run, batches)
                 kept |= first
             else:
-                lr = learning_rate(recipe, min(step, recipe.schedule.steps))
+                lr = learning_rate(recipe, min(step, recipe.steps))
                 result = train_step(run, step, lr, batches)
             log.launched()
             log.result(result)
