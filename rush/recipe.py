@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from rush.errors import RecipeError, nearest
 from rush.models import SIZES, Shape
-from rush.models.shape import LARGEST
+from rush.models.shape import LARGEST, rope_scaling_from
 
 Knob = bool | int | float | str
 AUTO = "auto"
@@ -53,8 +53,10 @@ class ModelSection(Section):
     """A published size (see `rush recipes`); `shape` may override fields of it."""
     init_from: str | None = None
     """A run folder or a Hugging Face folder with the initial weights; random weights without it."""
-    shape: dict[str, int | float | bool] = {}
-    """Fields of the shape to override, as in `model.shape.num_layers = 2`."""
+    shape: dict[str, int | float | bool | dict[str, int | float | str]] = {}
+    """Fields of the shape to override, as in `model.shape.num_layers = 2`. RoPE scaling is a table:
+    `model.shape.rope_scaling = {rope_type = "linear", factor = 4.0}`, or `llama3` with `low_freq_factor`, `high_freq_factor` and
+    `original_context` as well; `{rope_type = "default"}` turns it off."""
 
 
 class DataSection(Section):
@@ -253,7 +255,10 @@ class Recipe(Section):
 
     def shape(self) -> Shape:
         """The model's shape: the published one with this recipe's overrides."""
-        overrides = tuple((key, type(value), value) for key, value in self.model.shape.items())
+        overrides = tuple(
+            (key, type(value), tuple(value.items()) if isinstance(value, dict) else value)
+            for key, value in self.model.shape.items()
+        )
         return _shape_of(self.model.name, overrides)
 
     @property
@@ -351,19 +356,37 @@ def _shape_of(name: str, overrides: tuple[tuple[str, type, Any], ...]) -> Shape:
         raise RecipeError(f"model.name is {name!r}, which is not a known model; {nearest(name, SIZES)}")
     base = SIZES[name]
     fields = {field.name: field for field in dataclasses.fields(Shape)}
+    values: dict[str, Any] = {}
     for key, kind, value in overrides:
+        values[key] = value
+        if key == "rope_scaling":
+            values[key] = _rope_scaling(base, kind, value)
+            continue
         known = getattr(base, key) if key in fields else None
         if not isinstance(known, (bool, int, float)):
             allowed = [field for field in fields if isinstance(getattr(base, field), (bool, int, float))]
+            allowed += ["rope_scaling"] * (base.family == "llama")
             raise RecipeError(f"model.shape.{key} is not a field of a shape; {nearest(key, allowed)}")
         if kind is not type(known) and not (isinstance(known, float) and kind is int):
             raise RecipeError(
                 f"model.shape.{key} is {value!r}; found {_kind(value)}, allowed: {_kind(known)} (as in {known!r})."
             )
     try:
-        return dataclasses.replace(base, **{key: value for key, _, value in overrides})
+        return dataclasses.replace(base, **values)
     except RecipeError as error:
         raise RecipeError(f"model.shape: {error}") from None
+
+
+def _rope_scaling(base: Shape, kind: type, value: Any) -> object:
+    if kind is not dict:
+        raise RecipeError(
+            f"model.shape.rope_scaling is {value!r}; found {_kind(value)}, allowed: a table such as "
+            '{rope_type = "linear", factor = 4.0}.'
+        )
+    try:
+        return rope_scaling_from(dict(value), base.rope_scaling)
+    except RecipeError as error:
+        raise RecipeError(f"model.shape.{error}") from None
 
 
 def _kind(value: object) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from rush.errors import DataError, RecipeError
-from rush.models.shape import RopeScaling, Shape
+from rush.models.shape import LinearRopeScaling, RopeScaling, Shape, rope_type
 
 Config = Mapping[str, Any]
 
@@ -41,6 +41,7 @@ _ROPE_KEYS = {
     "high_freq_factor": "high_freq_factor",
     "original_context": "original_max_position_embeddings",
 }
+Scaling = RopeScaling | LinearRopeScaling | None
 
 
 def shape_from_config(config: Config) -> Shape:
@@ -49,7 +50,8 @@ def shape_from_config(config: Config) -> Shape:
     if not isinstance(family, str) or family not in ARCHITECTURES:
         _refuse("model_type", family, f"supported are {', '.join(sorted(ARCHITECTURES))}")
     known = (ARCHITECTURES[family], _BASE_ARCHITECTURES[family])
-    for name in config.get("architectures") or ():
+    named = config.get("architectures") or []
+    for name in named if isinstance(named, list) else [named]:
         if name not in known:
             _refuse("architectures", name, f"supported for {family} are {' and '.join(known)}")
     if config.get("quantization_config") is not None:
@@ -122,7 +124,7 @@ def _llama_shape(config: Config) -> Shape:
     )
 
 
-def _rope_from_config(config: Config) -> tuple[float, RopeScaling | None]:
+def _rope_from_config(config: Config) -> tuple[float, Scaling]:
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     for key, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, dict):
@@ -136,22 +138,24 @@ def _rope_from_config(config: Config) -> tuple[float, RopeScaling | None]:
         if theta is not None and theta not in thetas:
             thetas.append(theta)
     if len(thetas) > 1:
-        raise DataError(f"config.json gives several values of rope_theta: {thetas}. Keep one.")
+        raise DataError(f"config.json gives several values of rope_theta: {thetas!r:.200}. Keep one.")
     return (thetas[0] if thetas else 10000.0), (readings[0] if readings else None)
 
 
-def _rope_table(table: Config) -> RopeScaling | None:
+def _rope_table(table: Config) -> Scaling:
     kind = table.get("rope_type", table.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        _refuse("rope_type", kind, "supported are default and llama3")
+    if kind not in ("default", "linear", "llama3"):
+        _refuse("rope_type", kind, "supported are default, linear and llama3")
     if table.get("partial_rotary_factor", 1.0) != 1.0:
         _refuse("partial_rotary_factor", table["partial_rotary_factor"], "supported is 1.0")
     if kind == "default":
         return None
-    missing = [key for key in _ROPE_KEYS.values() if key not in table]
+    keys = _ROPE_KEYS if kind == "llama3" else {"factor": "factor"}
+    missing = [key for key in keys.values() if key not in table]
     if missing:
-        raise DataError(f"config.json's llama3 RoPE scaling lacks {', '.join(missing)}.")
-    return RopeScaling(**{ours: table[theirs] for ours, theirs in _ROPE_KEYS.items()})
+        raise DataError(f"config.json's {kind} RoPE scaling lacks {', '.join(missing)}.")
+    values = {ours: table[theirs] for ours, theirs in keys.items()}
+    return RopeScaling(**values) if kind == "llama3" else LinearRopeScaling(**values)
 
 
 def _gpt2_config(shape: Shape) -> dict[str, Any]:
@@ -174,8 +178,8 @@ def _llama_config(shape: Shape) -> dict[str, Any]:
     scaling = shape.rope_scaling
     table: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None:
-        table = {"rope_type": "llama3"} | {
-            theirs: getattr(scaling, ours) for ours, theirs in _ROPE_KEYS.items()
+        table = {"rope_type": rope_type(scaling)} | {
+            theirs: getattr(scaling, ours) for ours, theirs in _ROPE_KEYS.items() if hasattr(scaling, ours)
         }
     return {
         "max_position_embeddings": shape.context,
@@ -222,4 +226,4 @@ def _flag(config: Config, name: str, *, default: bool) -> bool:
 
 
 def _refuse(key: str, found: object, why: str) -> NoReturn:
-    raise DataError(f"config.json asks for {key} = {found!r}, which rush does not support: {why}.")
+    raise DataError(f"config.json asks for {key} = {found!r:.200}, which rush does not support: {why}.")

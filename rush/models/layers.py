@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rush.errors import DataError
-from rush.models.shape import RopeScaling, Shape
+from rush.models.shape import LinearRopeScaling, RopeScaling, Shape
 
 IGNORED_LABEL = -100
 
@@ -194,12 +194,16 @@ class GatedMLP(nn.Module):
         return out
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """RoPE's inverse frequencies (radians per position), on the CPU in fp32, with Llama 3.1's scaling."""
+def inverse_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | LinearRopeScaling | None
+) -> Tensor:
+    """RoPE's inverse frequencies (radians per position), on the CPU in fp32, scaled linearly or as in Llama 3.1."""
     exponents = torch.arange(0, head_dim, 2, device="cpu", dtype=torch.float32) / head_dim
     frequencies = 1.0 / theta**exponents
     if scaling is None:
         return frequencies
+    if isinstance(scaling, LinearRopeScaling):
+        return frequencies / scaling.factor
     rotations = scaling.original_context * frequencies / (2 * math.pi)  # within the original context
     blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)  # 0 below the low factor: fully slowed; 1 above the high one: kept
@@ -213,7 +217,7 @@ class Rotary(nn.Module):
     whole rotations. So they are recomputed whenever the module is moved or cast, also from the meta device.
     """
 
-    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | LinearRopeScaling | None) -> None:
         super().__init__()
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
         self.cos_and_sin = cos_and_sin

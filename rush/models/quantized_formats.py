@@ -183,6 +183,11 @@ _BACKENDS = {
 }  # fmt: skip
 
 
+def known_form(kind: str, backend: str) -> bool:
+    """Whether weights can be stored so."""
+    return str(Form(kind, backend)) in _BACKENDS
+
+
 def stored_parts(form: Form, out_features: int, in_features: int) -> Mapping[str, tuple[int, torch.dtype]]:
     """Number of elements and dtype of each stored part of a weight of this size."""
     return _BACKENDS[str(form)].layout(out_features, in_features)

@@ -7,9 +7,9 @@ choices: GPT-2 has learned positions, LayerNorm and biases; Llama has RoPE, grou
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from rush.errors import RecipeError, nearest
 
@@ -28,6 +28,18 @@ LARGEST = {
     "intermediate": 2**24,
 }
 """Bounds of the dims: far above any model, and small enough that nothing hangs or overflows before a message."""
+LARGEST_NUMBER = 1e30
+"""Bound of norm_eps and of RoPE's numbers, which are computed with in fp32."""
+
+
+@dataclass(frozen=True)
+class LinearRopeScaling:
+    """Position interpolation (Chen et al., arXiv:2306.15595): every frequency is divided by `factor`."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _positive("rope_scaling.factor", self.factor)
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,7 @@ class Shape:
     norm_eps: float
     tied_head: bool
     rope_theta: float | None = None
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | LinearRopeScaling | None = None
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -127,13 +139,46 @@ def _whole(name: str, value: object, most: int) -> None:
 
 
 def _positive(name: str, value: object) -> None:
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not math.isfinite(value)
-        or value <= 0
-    ):
-        raise RecipeError(f"{name} must be a finite number greater than 0: found {value!r}.")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < LARGEST_NUMBER:  # type: ignore[operator]
+        raise RecipeError(
+            f"{name} must be a number greater than 0 and less than {LARGEST_NUMBER:g}: found {value!r:.80}."
+        )
+
+
+ROPE_TYPES: dict[str, type[RopeScaling | LinearRopeScaling]] = {
+    "llama3": RopeScaling,
+    "linear": LinearRopeScaling,
+}
+"""The kinds of RoPE scaling under their names in Hugging Face's configs; `default` there means none."""
+
+
+def rope_type(scaling: RopeScaling | LinearRopeScaling) -> str:
+    return next(name for name, kind in ROPE_TYPES.items() if type(scaling) is kind)
+
+
+def rope_scaling_from(
+    table: Mapping[str, Any], base: object = None
+) -> RopeScaling | LinearRopeScaling | None:
+    """The scaling that a table of a recipe describes; what it leaves out is the base's, where that has the same type."""
+    known = {} if base is None else {field.name: getattr(base, field.name) for field in fields(base)}  # type: ignore[arg-type]
+    named = rope_type(base) if isinstance(base, RopeScaling | LinearRopeScaling) else None
+    kind = table.get("rope_type", named)
+    if kind == "default":
+        return None
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        raise RecipeError(
+            f"rope_scaling.rope_type is {kind!r:.80}; {nearest(str(kind)[:80], [*ROPE_TYPES, 'default'])}"
+        )
+    wanted = [field.name for field in fields(ROPE_TYPES[kind])]
+    given = {**(known if kind == named else {}), **{k: v for k, v in table.items() if k != "rope_type"}}
+    for key in given.keys() - wanted:
+        raise RecipeError(
+            f"rope_scaling.{key} is not a key of {kind} scaling; {nearest(key, ['rope_type', *wanted])}"
+        )
+    if missing := [key for key in wanted if key not in given]:
+        raise RecipeError(f"rope_scaling of type {kind} lacks {', '.join(missing)}.")
+    return ROPE_TYPES[kind](**given)
 
 
 def _divisors(number: int) -> str:

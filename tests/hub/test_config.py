@@ -6,7 +6,7 @@ import pytest
 
 from rush.errors import DataError
 from rush.hub.config import config_from_shape, shape_from_config
-from rush.models import SIZES, RopeScaling, Shape
+from rush.models import SIZES, LinearRopeScaling, RopeScaling, Shape
 
 # The settings of the published files, as far as they decide the model.
 PUBLISHED_GPT2 = {
@@ -125,7 +125,8 @@ LLAMA3 = PUBLISHED_LLAMA["rope_scaling"]
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             ("rope_type", "yarn", "llama3"),
         ),
-        (PUBLISHED_LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, ("rope_type", "linear")),
+        (PUBLISHED_LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("rope_type", "dynamic")),
+        (PUBLISHED_LLAMA, {"rope_scaling": {"type": "linear"}}, ("linear RoPE scaling lacks factor",)),
         (PUBLISHED_LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ("low_freq_factor",)),
         (PUBLISHED_LLAMA, {"rope_scaling": "llama3"}, ("rope_scaling", "JSON object")),
         (
@@ -159,6 +160,15 @@ def test_unsupported_settings_are_refused_by_name(
     with pytest.raises(DataError) as caught:
         shape_from_config(base | changes)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("spelling", ["rope_type", "type"])
+def test_linear_rope_scaling_is_read_and_written(spelling: str) -> None:
+    shape = shape_from_config(PUBLISHED_LLAMA | {"rope_scaling": {spelling: "linear", "factor": 4.0}})
+    assert shape.rope_scaling == LinearRopeScaling(4.0)
+    written = config_from_shape(shape)
+    assert written["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    assert shape_from_config(written) == shape
 
 
 def test_both_spellings_may_occur_if_they_agree() -> None:

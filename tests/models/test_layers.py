@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from rush.errors import DataError
-from rush.models import SIZES, KVCache, RopeScaling
+from rush.models import SIZES, KVCache, LinearRopeScaling, RopeScaling
 from rush.models.layers import (
     GeluTanh,
     LayerNorm,
@@ -127,6 +127,17 @@ def test_rope_scaling_keeps_fast_frequencies_divides_slow_ones_and_interpolates(
     share = (8192 / wavelengths[between] - 1) / (4 - 1)
     expected = (1 - share) * plain[between] / 8 + share * plain[between]
     assert (scaled[between] / expected - 1).abs().max() < 1e-6
+
+
+def test_linear_rope_scaling_divides_every_frequency_as_transformers_does() -> None:
+    rope = pytest.importorskip("transformers.modeling_rope_utils")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        head_dim=64, rope_theta=10000.0, rope_scaling={"rope_type": "linear", "factor": 4.0}
+    )
+    expected, attention_factor = rope.ROPE_INIT_FUNCTIONS["linear"](config, "cpu")
+    assert attention_factor == 1.0
+    assert torch.equal(inverse_frequencies(64, 10000.0, LinearRopeScaling(4.0)), expected)
 
 
 def test_rope_makes_scores_depend_on_distance_alone() -> None:
