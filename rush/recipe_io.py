@@ -2,7 +2,7 @@
 
 A recipe is found by name (the ready ones in `recipes/`) or by path. An override is `key=value` with a dotted key;
 the value is parsed as TOML, or else taken as a string. A list also takes `techniques+=compile` and
-`techniques-=compile`.
+`techniques-=compile`; an optional key takes `none`, which gives it its default again.
 """
 
 from __future__ import annotations
@@ -93,6 +93,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise RecipeError(f"the override {override!r} is not valid; write key=value, as in batch.micro=32.")
     key, operator, text = match.groups()
     value = _read_value(text.strip())
+    if operator == "=" and value == "none" and '"' not in text and _optional(key):
+        _remove(tree, key)
+        return
     if operator == "=":
         assign(tree, key, value)
         return
@@ -113,6 +116,28 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             raise RecipeError(f"{override!r}: {name!r} is not in {key}, which is {node}.")
         node = kept
     assign(tree, key, node)
+
+
+def _optional(key: str) -> bool:
+    """Whether a key's default is none (a key without a value, as batch.total_tokens)."""
+    *parents, last = key.split(".")
+    part: type[BaseModel] = Recipe
+    for name in parents:
+        inner = part.model_fields[name].annotation if name in part.model_fields else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return False
+        part = inner
+    field = part.model_fields.get(last)
+    return field is not None and not field.is_required() and field.default is None
+
+
+def _remove(tree: dict[str, Any], key: str) -> None:
+    *parents, last = key.split(".")
+    node: Any = tree
+    for part in parents:
+        node = node.get(part) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        node.pop(last, None)
 
 
 def _name(entry: Any) -> Any:
@@ -221,6 +246,11 @@ def _sentence(problem: Mapping[str, Any], path: list[str]) -> str:
     if path and path[0] == "techniques":
         return f'techniques: found {found!r}; allowed: names, or tables such as {{name = "compile", mode = "default"}}.'
     where = ".".join(path)
+    if path[:2] == ["model", "shape"] and len(path) > 2:
+        return (
+            f"model.shape.{path[2]} is {found!r:.200} ({_kind_of(found)}); allowed: a number, true or false, or for rope_scaling a "
+            "table of numbers and a rope_type."
+        )
     if kind == "extra_forbidden":
         part = _section_at(path[:-1])
         allowed = [name if len(path) == 1 else ".".join([*path[:-1], name]) for name in part.model_fields]

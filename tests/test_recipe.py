@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rush.errors import RecipeError, nearest
+from rush.hub.config import config_from_shape, shape_from_config
+from rush.models import LinearRopeScaling, RopeScaling
 from rush.ready import RECIPES, short_name
 from rush.recipe import Recipe
 from rush.recipe_io import changed, differences, load_recipe, parse, write_toml
@@ -247,3 +250,49 @@ def test_a_word_that_others_begin_with_is_answered_with_those() -> None:
     assert said == "did you mean 'h200-nvl' or 'h200-sxm'? Allowed: b200, h200-nvl, h200-sxm."
     assert nearest("b2000", ["b200", "h200-nvl"]).startswith("did you mean 'b200'?")
     assert nearest("quite else", ["b200"]) == "allowed: b200."
+
+
+LLAMA3 = '{rope_type = "llama3", factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, original_context = 256}'
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "expected"),
+    [
+        ("llama-tiny", 'rope_scaling={rope_type = "linear", factor = 4.0}', LinearRopeScaling(4.0)),
+        ("llama-tiny", f"rope_scaling={LLAMA3}", RopeScaling(8.0, 1.0, 4.0, 256)),
+        ("llama-3.2-1b", "rope_scaling.factor=16.0", RopeScaling(16.0, 1.0, 4.0, 8192)),
+        ("llama-3.2-1b", 'rope_scaling={rope_type = "default"}', None),
+    ],
+)
+def test_rope_scaling_is_written_in_a_recipe_and_kept(name: str, override: str, expected: object) -> None:
+    recipe = load_recipe(name, [f"model.shape.{override}"])
+    assert recipe.shape().rope_scaling == expected
+    assert parse(tomllib.loads(write_toml(recipe))) == recipe
+    assert shape_from_config(config_from_shape(recipe.shape())) == recipe.shape()
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "says"),
+    [
+        ("llama-tiny", "4.0", "allowed: a table such as"),
+        ("llama-tiny", "{factor = 2.0}", "rope_type is None; allowed: default, linear, llama3"),
+        ("llama-tiny", '{rope_type = "yarn", factor = 2.0}', "rope_type is 'yarn'"),
+        ("llama-tiny", '{rope_type = "llama3", factor = 2.0}', "lacks low_freq_factor, high_freq_factor, original_context"),
+        ("llama-tiny", '{rope_type = "linear", factors = 2.0}', "did you mean 'factor'"),
+        ("llama-tiny", '{rope_type = "linear", factor = inf}', "factor must be a number greater than 0"),
+        ("tiny", '{rope_type = "linear", factor = 2.0}', "GPT-2 learns its positions"),
+    ],
+)  # fmt: skip
+def test_a_rope_scaling_that_makes_no_sense_is_refused(name: str, table: str, says: str) -> None:
+    with pytest.raises(RecipeError, match=says):
+        load_recipe(name, [f"model.shape.rope_scaling={table}"])
+
+
+def test_an_optional_key_takes_none_as_the_docs_have_it() -> None:
+    assert load_recipe("tiny").batch.total_tokens is not None
+    recipe = load_recipe("tiny", ["batch.total_tokens=none", "data.limit=none", "model.init_from = none"])
+    assert (recipe.batch.total_tokens, recipe.data.limit, recipe.model.init_from) == (None, None, None)
+    assert recipe.step_tokens == recipe.micro * recipe.batch.sequence
+    with pytest.raises(RecipeError, match=r"batch\.sequence is 'none'"):
+        load_recipe("tiny", ["batch.sequence=none"])
+    assert load_recipe("tiny", ['model.init_from="none"']).model.init_from == "none"
