@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rush.errors import RecipeError
+from rush.errors import RecipeError, printable
 from rush.recipe import Recipe
 
 MAX_NAME = 63
@@ -42,6 +42,15 @@ class Job:
     storage_class: str | None = None
     cpus_per_node: int | None = None
     memory_per_node: str | None = None
+
+    def __post_init__(self) -> None:
+        """A line break or another control character in a word would be more than a word in a script or a manifest."""
+        said = {name: value for name, value in vars(self).items() if isinstance(value, str)}
+        said |= {f"the environment variable {name}": value for name, value in self.environment.items()}
+        said |= {f"the word {number}": word for number, word in enumerate(self.words, start=1)}
+        for name, value in said.items():
+            if printable(value) != value or "\n" in value or "\t" in value:
+                raise RecipeError(f"{name} is {value!r:.200}; allowed: one line without control characters.")
 
     @property
     def label(self) -> str:

@@ -332,10 +332,16 @@ HOSTILE = (
     "`touch pwned`",
     '";touch pwned;"',
     "';touch pwned;'",
-    "a\ntouch pwned\n",
     "${HOME:-x}",
     "$((1+1))",
 )
+
+
+@pytest.mark.parametrize("field", ["run_folder", "venv", "container", "words", "image", "partition"])
+def test_a_line_break_in_a_word_is_refused(field: str) -> None:
+    value: Any = ("tiny", "a\ntouch pwned\n") if field == "words" else "a\n#SBATCH --wrap=x"
+    with pytest.raises(RecipeError, match="one line without control characters"):
+        job(**{field: value})
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -373,5 +379,7 @@ def test_nothing_in_a_path_or_a_word_is_run_by_the_shell(field: str, text: str, 
 @pytest.mark.parametrize("field", ["partition", "account", "memory_per_node", "time_limit"])
 @pytest.mark.parametrize("value", ["gpu\n#SBATCH --wrap=id", "gpu --wrap=id", "", "$(id)"])
 def test_a_directive_that_would_add_to_the_script_is_refused(field: str, value: str) -> None:
-    with pytest.raises(RecipeError, match=r"of the job would be .* allowed are letters, digits"):
+    with pytest.raises(
+        RecipeError, match=r"of the job would be .* allowed are letters, digits|allowed: one line"
+    ):
         script(job(**{field: value}))
