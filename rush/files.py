@@ -84,6 +84,17 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         file.write(data)
 
 
+def parse_json(content: bytes | str) -> Any:
+    """The value of JSON text; ValueError for anything else.
+
+    Python's own reader takes NaN and halves of surrogate pairs, which are no JSON and cannot be written again, and fails with
+    a RecursionError on thousands of brackets. A stranger's file has all of them.
+    """
+    from pydantic_core import from_json
+
+    return from_json(content, allow_inf_nan=False)
+
+
 def write_json_atomic(path: Path, value: object) -> None:
     """Write `value` as indented JSON, atomically. NaN and infinity are not JSON: see `json_safe`."""
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")

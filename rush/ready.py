@@ -5,6 +5,7 @@ Nothing heavy is imported here, because shell completion must answer at once.
 
 from __future__ import annotations
 
+import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ class Ready:
         if name_or_path.endswith(".toml") or "/" in name_or_path:
             return Path(name_or_path).expanduser()
         path = self.folder / f"{name_or_path}.toml"
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise RecipeError(
                 f"there is no {self.kind} named {name_or_path!r}; {nearest(name_or_path, self.names())} "
                 "A path to a .toml file works too."
@@ -71,6 +72,10 @@ class Ready:
             ) from None
         except PermissionError:
             raise RecipeError(f"{path} may not be read by this user; change its permissions.") from None
+        except OSError as error:
+            raise RecipeError(
+                f"{path} cannot be read ({error.strerror}); give an existing .toml file or the name of a ready {self.kind}."
+            ) from None
         except ValueError as error:
             raise RecipeError(f"{path} is not valid TOML: {error}.") from None
         except RecursionError:

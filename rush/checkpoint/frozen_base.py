@@ -22,7 +22,7 @@ from rush.models import Decoder, Shape, build_model, count_parameters
 from rush.models.adapters import AdapterSpec, adapt, adapters, init_adapters
 from rush.models.fingerprints import base_fingerprint, fingerprint
 from rush.models.quantized import QuantizedLinear, form_of, quantize_linears
-from rush.models.quantized_formats import Form
+from rush.models.quantized_formats import Form, known_form
 from rush.parallel import Ranks
 from rush.parallel.pipeline import gather_stages
 from rush.parallel.sharded import full_tensor, gather, is_sharded
@@ -185,11 +185,21 @@ def adapted_model(
     shape: Shape, record: BaseRecord, weights: dict[str, Tensor] | None, seed: int, device: str = "cpu"
 ) -> Decoder:
     """The base as a checkpoint's record describes it, with uninitialized adapters."""
+    form, specs = record["form"], record["adapters"]
     with torch.device("meta"):
         model = build_model(shape)
-    if record["form"] is not None:
-        quantize_linears(model, Form(**record["form"]))
-    adapt(model, {name: AdapterSpec(**spec) for name, spec in record["adapters"].items()})
+    layers = {name for entries in model.linears().values() for name, _ in entries}
+    if unknown := sorted(specs.keys() - layers):
+        raise DataError(
+            f"the checkpoint has an adapter for {unknown[0]}, which is no linear layer of this model."
+        )
+    if form is not None and not known_form(**form):
+        raise DataError(
+            f"the checkpoint's base is stored as {form['kind']} by {form['backend']}, which this rush does not know."
+        )
+    if form is not None:
+        quantize_linears(model, Form(**form))
+    adapt(model, {name: AdapterSpec(**spec) for name, spec in specs.items()})
     model.to(getattr(torch, record["dtype"])).to_empty(device=device)
     if weights is None:
         model.init_weights(seed)

@@ -22,6 +22,8 @@ from typing_extensions import TypedDict
 from rush.checkpoint.tensor_names import TensorFile
 from rush.errors import DataError
 from rush.models.adapters import is_adapted
+from rush.models.shape import LARGEST, LARGEST_NUMBER
+from rush.records.typed import one_of
 
 # How the update is computed, not what it computes: the build decides these, a checkpoint does not.
 _IMPLEMENTATION = {"params", "fused", "foreach", "capturable", "differentiable"}
@@ -56,6 +58,27 @@ OptimizerTable = TypedDict(
 """The optimizer without its tensors: class, groups, and the state of each parameter by name."""
 
 
+def _adapter_settings(spec: dict[str, Any]) -> dict[str, Any]:
+    rank, alpha, flags = spec.get("rank"), spec.get("alpha"), spec.keys() - {"rank", "alpha"}
+    if (
+        type(rank) is not int
+        or not 0 < rank <= LARGEST["hidden"]
+        or not isinstance(alpha, int | float)
+        or isinstance(alpha, bool)
+        or not 0 < alpha < LARGEST_NUMBER
+        or flags - {"dora", "scale_by_root"}
+        or any(type(spec[flag]) is not bool for flag in flags)
+    ):
+        raise ValueError(f"{spec!r:.120} are no settings of an adapter")
+    return spec
+
+
+def _stored_form(form: dict[str, str]) -> dict[str, str]:
+    if form.keys() != {"kind", "backend"}:
+        raise ValueError(f"{form!r:.120} is no form of quantized weights")
+    return form
+
+
 class BaseDigests(TypedDict):
     """Which base adapters belong to. Old checkpoints have `identity`, of some of its values, in place of `values`."""
 
@@ -64,15 +87,15 @@ class BaseDigests(TypedDict):
     values: NotRequired[str]
     """Of its values rounded to bf16."""
     identity: NotRequired[str]
-    adapters: dict[str, dict[str, Any]]
+    adapters: dict[str, Annotated[dict[str, Any], AfterValidator(_adapter_settings)]]
     """The spec of each layer's adapter."""
 
 
 class BaseRecord(BaseDigests):
     """The frozen base of adapters."""
 
-    dtype: str
-    form: dict[str, Any] | None
+    dtype: Annotated[str, one_of("float32", "bfloat16", "float16", "float64")]
+    form: Annotated[dict[str, str], AfterValidator(_stored_form)] | None
     """How it is quantized."""
 
 

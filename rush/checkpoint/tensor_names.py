@@ -6,7 +6,6 @@ values are read one tensor at a time.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rush.errors import DataError
+from rush.files import parse_json
 from rush.records.checkpoint_manifest import FileEntry
 from rush.tensor_file import TensorSource, write_tensors
 
@@ -97,7 +97,7 @@ def _open(path: Path) -> Any:
 
 def _tied(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
     try:
-        tied = json.loads(metadata.get("tied", "{}"))
+        tied = parse_json(metadata.get("tied", "{}"))
     except ValueError:
         tied = None
     if not isinstance(tied, dict) or not all(isinstance(name, str) for name in tied.values()):

@@ -42,7 +42,7 @@ from rush.cli.shutdown import (
     install_exception_hooks,
     log_unexpected,
 )
-from rush.errors import RushError
+from rush.errors import MachineError, RushError
 from rush.libraries import hush_matmul_fallback
 from rush.version import __version__
 
@@ -104,6 +104,18 @@ def _reflow(command: Any) -> None:
         _reflow(inner)
 
 
+def _of_this_machine(error: Exception) -> str | None:
+    """A sentence for what the system refused: memory, a file, a disk. None for errors that are bugs."""
+    if isinstance(error, OSError) and error.errno is not None:
+        where = f" {error.filename}" if error.filename is not None else " a file"
+        return f"Cannot read or write{where}: {error.strerror or error}. Give another path, or look at the system's limits."
+    from rush.hardware.memory_use import out_of_memory
+
+    if out_of_memory(error):
+        return f"out of memory ({first_line(error)}). Take a smaller model, batch or file, or a machine with more memory."
+    return None
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The entry point of `rush` and `python -m rush`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -131,6 +143,10 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if debug:
             raise
+        if (refusal := _of_this_machine(error)) is not None:
+            print_error(f"{refusal} {log_unexpected(error, f'rush {shlex.join(words)}')}")
+            status.code = MachineError.exit_code
+            sys.exit(MachineError.exit_code)
         print_error(
             f"{first_line(error)}. This looks like a bug in rush {__version__}: please report it, with the log. "
             f"{log_unexpected(error, f'rush {shlex.join(words)}')}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from rush.errors import DataError, RecipeError
 from rush.explain import find
 from rush.explain.topic import ExplainSettings, Topic, TopicTable
+from rush.files import parse_json
 from rush.hardware.conditions import load_now
 from rush.records.explain import EXPLAIN, FORMAT, ExplainRecord
 from rush.report.panels import Panel
@@ -79,8 +80,11 @@ def explain(record: ExplainRecord) -> Explanation:
     """Words, charts and numbers of a record; a DataError where it is not one."""
     EXPLAIN.check(record, "the record")
     topic, data = find(record["topic"]), record["data"]
+    import numpy as np
+
     try:
-        return Explanation(record, topic, topic.words(data), topic.picture(data), topic.table(data))
+        with np.errstate(divide="raise", invalid="raise", over="raise"):
+            return Explanation(record, topic, topic.words(data), topic.picture(data), topic.table(data))
     except (
         KeyError,
         IndexError,
@@ -103,7 +107,7 @@ def read(path: Path) -> ExplainRecord:
             raise DataError(
                 f"{path} is larger than any record of rush explain; give the explain.json it wrote."
             )
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise RecipeError(
             f"no record at {path}; give the explain.json that `rush explain TOPIC` wrote."
@@ -112,7 +116,9 @@ def read(path: Path) -> ExplainRecord:
         raise RecipeError(f"{path} is a folder; give the explain.json in it.") from None
     except PermissionError:
         raise RecipeError(f"{path} may not be read by this user; change its permissions.") from None
-    except (ValueError, RecursionError) as error:
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read ({error.strerror}); give an explain.json.") from None
+    except ValueError as error:
         raise DataError(
             f"{path} is not JSON ({error}); give the explain.json that `rush explain TOPIC` wrote."
         ) from None

@@ -9,11 +9,17 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from rush.errors import DataError
 
 DeviceKind = Literal["cpu", "cuda", "mps"]
+
+
+Count = Annotated[int, Field(ge=0, lt=2**62)]
 
 
 @dataclass(frozen=True)
@@ -21,18 +27,18 @@ class Device:
     """One accelerator; on a CPU-only machine the CPU itself, with the machine's memory."""
 
     name: str
-    memory_bytes: int
-    capability: tuple[int, int] | None = None
-    num_multiprocessors: int | None = None
-    num_nvlinks: int | None = None
+    memory_bytes: Count
+    capability: tuple[Count, Count] | None = None
+    num_multiprocessors: Count | None = None
+    num_nvlinks: Count | None = None
 
 
 @dataclass(frozen=True)
 class Link:
     """The path between two accelerators: NVLink, or a level of the PCIe topology."""
 
-    first: int
-    second: int
+    first: Count
+    second: Count
     kind: str
     peer_to_peer: bool
 
@@ -40,8 +46,8 @@ class Link:
 @dataclass(frozen=True)
 class Cpu:
     model: str
-    num_cores: int
-    num_threads: int
+    num_cores: Count
+    num_threads: Count
     """Logical cores that this process may use."""
     features: tuple[str, ...]
 
@@ -51,10 +57,10 @@ class Machine:
     """The result of a probe. `device` is where runs compute."""
 
     device: DeviceKind
-    devices: tuple[Device, ...]
+    devices: Annotated[tuple[Device, ...], Field(min_length=1)]
     links: tuple[Link, ...]
     cpu: Cpu
-    ram_bytes: int
+    ram_bytes: Count
     os: str
     python: str
     torch: str
@@ -108,13 +114,26 @@ class Machine:
             )
             cpu = Cpu(**{**data["cpu"], "features": tuple(data["cpu"]["features"])})
             links = tuple(Link(**row) for row in data["links"])
-            return Machine(**{**data, "devices": devices, "links": links, "cpu": cpu})
-        except (KeyError, TypeError) as error:
+            found = Machine(**{**data, "devices": devices, "links": links, "cpu": cpu})
+            return _schema().validate_json(json.dumps(asdict(found)), strict=True)
+        except (KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"This is not a machine record as rush writes it ({error}); probe the machine again."
+            ) from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "it"
+            raise DataError(
+                f"This is not a machine record as rush writes it ({where} is {first['input']!r:.80}; {first['msg']}); "
+                "probe the machine again."
             ) from None
 
     def fingerprint(self) -> str:
         """Sixteen hex digits that change with anything that may change measured rates."""
         text = json.dumps(self.to_dict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def _schema() -> TypeAdapter[Machine]:
+    return TypeAdapter(Machine)

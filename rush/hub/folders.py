@@ -6,6 +6,7 @@ Nothing in a folder is executed: weights are safetensors, settings are TOML or J
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 
 from rush.checkpoint import restore
 from rush.checkpoint.frozen_base import adapted_model
+from rush.checkpoint.reader import SavedTensors
 from rush.errors import DataError, RecipeError
 from rush.hub.peft import (
     StoredAdapter,
@@ -71,9 +73,10 @@ def read_weights(
 
 def existing_folder(path: str | Path) -> Path:
     folder = Path(path)
-    if folder.is_file() and folder.suffix in PICKLE_SUFFIXES:
+    # os.path says no where a path cannot exist (a name of 300 characters); Path would raise.
+    if os.path.isfile(folder) and folder.suffix in PICKLE_SUFFIXES:
         raise pickle_refusal(folder.parent, folder.name)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise DataError(f"there is no folder {folder}; give a run folder or a Hugging Face folder.")
     return folder
 
@@ -93,6 +96,13 @@ def adapted_run(run: RunFolder, found: Checkpoint, device: str = "cpu") -> Decod
     """The base of a run with the adapters of a checkpoint."""
     recipe, record = load_recipe(str(run.recipe)), restore.base_record(found)
     assert record is not None
+    with SavedTensors(found, "model") as saved:  # before a rank of a stranger's choice is allocated
+        for name, spec in record["adapters"].items():
+            down = f"{name}.adapter.a"
+            if down not in saved.names or saved.header(down)[0][:1] != (spec["rank"],):
+                raise DataError(
+                    f"{found.path}: state.json gives {name} an adapter of rank {spec['rank']}, which the weights do not have."
+                )
     model = adapted_model(recipe.shape(), record, starting_weights(recipe), recipe.run.seed, device)
     restore.load(found, model)
     return model
@@ -101,7 +111,7 @@ def adapted_run(run: RunFolder, found: Checkpoint, device: str = "cpu") -> Decod
 def read_adapter(path: str | Path, shape: Shape, which: str = "last", note: Note = _quiet) -> StoredAdapter:
     """Adapters from a PEFT folder or from a run that trained them; `which` is the run's checkpoint."""
     folder = Path(path)
-    if not folder.exists():
+    if not os.path.exists(folder):
         raise DataError(
             f"there is no folder {folder}; give PEFT's adapter folder, or a run trained with adapters."
         )
@@ -125,7 +135,7 @@ def _refuse_checkpoint(folder: Path, which: str) -> None:
 def _split_checkpoint(adapter: str | Path | None, which: str) -> tuple[str, str]:
     """The checkpoints of the base and of the adapter. `which` is the adapter's where that is a run: it was trained on the last
     one of its base."""
-    is_run = adapter is not None and RunFolder(Path(adapter)).recipe.is_file()
+    is_run = adapter is not None and os.path.isfile(RunFolder(Path(adapter)).recipe)
     return ("last", which) if is_run else (which, "last")
 
 

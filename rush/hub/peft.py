@@ -27,6 +27,7 @@ from rush.hub.json_files import read_json, write_json
 from rush.hub.weight_names import exported_name
 from rush.models import Decoder, Shape, build_model
 from rush.models.adapters import AdapterSpec, adapt, adapters, is_adapted
+from rush.models.shape import LARGEST_NUMBER
 from rush.records.checkpoint_store import Checkpoint
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -140,7 +141,8 @@ def read_peft(folder: Path, shape: Shape) -> StoredAdapter:
     tensors = {
         f"{layer.name}.adapter.{part}": t for layer, parts in found.items() for part, t in parts.items()
     }
-    return StoredAdapter(folder, specs, tensors, identity, partial, config.get("base_model_name_or_path"))
+    base = config.get("base_model_name_or_path")
+    return StoredAdapter(folder, specs, tensors, identity, partial, base if isinstance(base, str) else None)
 
 
 def peft_base(folder: Path) -> str | None:
@@ -180,11 +182,12 @@ def _read_config(path: Path) -> dict[str, Any]:
     config = read_json(path, f"an adapter needs it beside {WEIGHTS}")
     if config.get("peft_type") != "LORA":
         raise DataError(
-            f"{path}: peft_type is {config.get('peft_type')!r}; allowed: 'LORA' (with or without use_dora)."
+            f"{path}: peft_type is {config.get('peft_type')!r:.80}; allowed: 'LORA' (with or without use_dora)."
         )
     for key in ("r", "lora_alpha"):
-        if not isinstance(config.get(key), int | float) or config[key] <= 0:
-            raise DataError(f"{path}: {key} is {config.get(key)!r}; it must be a number above 0.")
+        value = config.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < LARGEST_NUMBER:
+            raise DataError(f"{path}: {key} is {value!r:.80}; it must be a number above 0.")
     return config
 
 
@@ -192,7 +195,7 @@ def _refuse_options(folder: Path, config: Mapping[str, Any]) -> None:
     for key, disabled in _MUST_BE_OFF.items():
         if key in config and config[key] not in disabled:
             raise DataError(
-                f"{folder / CONFIG}: {key} is {config[key]!r}, which rush does not support; merge this adapter with PEFT "
+                f"{folder / CONFIG}: {key} is {config[key]!r:.200}, which rush does not support; merge this adapter with PEFT "
                 "(merge_and_unload) and use the merged model."
             )
 
@@ -279,6 +282,18 @@ def attach_adapter(
             f"{stored.path} is a DoRA adapter, which has to see whole weights; merge it first (rush merge) to use it with "
             "--offload."
         )
+    for name, spec in stored.specs.items():
+        layer = layers[name]
+        wanted: list[tuple[str, tuple[int, ...]]] = [
+            ("a", (spec.rank, layer.in_features)),
+            ("b", (layer.out_features, spec.rank)),
+            *([("magnitude", (layer.out_features,))] if spec.dora else []),
+        ]
+        for part, dims in wanted:
+            value = stored.tensors.get(f"{name}.adapter.{part}")
+            if value is None or tuple(value.shape) != dims or not value.is_floating_point():
+                found = "nothing" if value is None else f"{value.dtype} {tuple(value.shape)}"
+                raise DataError(f"{stored.path}: {name} needs {part} of shape {dims}, found {found}.")
     adapt(model, stored.specs)
     device = model.embedding.weight.device
     for name, layer, adapter in adapters(model):

@@ -45,7 +45,7 @@ def load_hf_folder(path: str | os.PathLike[str]) -> tuple[Shape, dict[str, Tenso
     Load them into a model on meta with `load_state_dict(state, assign=True)` and `init_buffers()`, without a copy.
     """
     folder = Path(path)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         if folder.suffix in PICKLE_SUFFIXES:
             raise pickle_refusal(folder.parent, folder.name)
         raise DataError(f"There is no Hugging Face folder at {folder}: give a folder with config.json in it.")
@@ -161,13 +161,16 @@ def _locate(folder: Path, shape: Shape) -> dict[str, tuple[Path, str]]:
 
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).exists():
-        names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+        listed = read_json(folder / INDEX).get("weight_map", {})
+        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+            raise DataError(f"{folder / INDEX}: weight_map must give a file name for each tensor.")
+        names = sorted(set(listed.values()))
         for name in names:
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise DataError(
                     f"{folder / INDEX} points to {name!r}: allowed are .safetensors files beside it."
                 )
-            if not (folder / name).exists():
+            if not os.path.isfile(folder / name):
                 raise DataError(f"{folder} lacks {name}, which {INDEX} lists: fetch the missing file.")
         if names:
             return [folder / name for name in names]

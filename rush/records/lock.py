@@ -20,7 +20,7 @@ import weakref
 from pathlib import Path
 
 from rush.errors import MachineError
-from rush.files import writing
+from rush.files import parse_json, writing
 
 LOCK_NAME = ".lock"
 
@@ -86,7 +86,7 @@ def _holder() -> bytes:
 def _describe(content: bytes) -> str:
     """Who holds the lock, as far as the file shows (the holder may just be writing it)."""
     try:
-        holder = json.loads(content)
+        holder = parse_json(content)
         return f"process {holder['pid']} on {holder['host']} since {holder['started']}"
     except (ValueError, KeyError, TypeError):
         return "another process"

@@ -20,7 +20,7 @@ from pydantic import SkipValidation, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from rush.errors import DataError
-from rush.files import json_safe, write_atomic, writing
+from rush.files import json_safe, parse_json, write_atomic, writing
 from rush.records.typed import wrong_field
 
 T = TypeVar("T", bound="StepRow")
@@ -185,7 +185,7 @@ def truncate_after(path: Path, step: int) -> int:
 def _parse(path: Path, number: int, line: bytes, kind: type[T]) -> T:
     """The row as it was written, with keys of later versions."""
     try:
-        row: T = json.loads(line)
+        row: T = parse_json(line)
         SCHEMAS[kind].validate_python(row, strict=True)
     except ValidationError as error:
         problem = f"is not a row ({wrong_field(error)})"

@@ -8,6 +8,7 @@ cannot both find the folder empty.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,7 @@ def check_empty(folder: RunFolder) -> None:
 @contextlib.contextmanager
 def new_run(path: Path) -> Iterator[RunFolder]:
     """A locked folder for a new run, created if need be; refused when it already holds one."""
-    if path.exists() and not path.is_dir():
+    if os.path.exists(path) and not os.path.isdir(path):
         raise RecipeError(f"{path} is a file, not a folder. Give --out a folder for the run.")
     folder = RunFolder(path)
     with writing(path):
@@ -103,7 +104,7 @@ def resumed_run(path: Path) -> Iterator[RunFolder]:
 def existing_run(path: Path) -> RunFolder:
     """A run folder to look at (generate, export, report), without a lock."""
     folder = RunFolder(path)
-    if not folder.recipe.is_file():
+    if not os.path.isfile(folder.recipe):
         raise RecipeError(
             f"{path} holds no run (there is no recipe.toml in it). "
             "Give the folder of a run, or start a new one without --resume."

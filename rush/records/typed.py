@@ -7,8 +7,9 @@ or a key of a later version costs one figure and not the page.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, Required, TypeVar
@@ -17,8 +18,8 @@ from pydantic import AfterValidator, Field, SkipValidation, TypeAdapter, Validat
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from rush.errors import DataError
-from rush.files import write_json_atomic
+from rush.errors import DataError, RushError
+from rush.files import parse_json, write_json_atomic
 
 T = TypeVar("T")
 
@@ -37,15 +38,23 @@ class RecordFile(Generic[T]):
         """The record in a file or in a folder; a DataError that names the place when it is something else."""
         file = self._file(path)
         try:
-            tree: T = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+            tree: T = parse_json(file.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
             raise DataError(
                 f"there is no {self.what} at {file}; give a folder that `{self.command}` wrote."
             ) from None
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except OSError as error:
+            raise DataError(
+                f"{file} cannot be read ({error.strerror}); give a folder that `{self.command}` wrote."
+            ) from None
+        except ValueError as error:
             raise DataError(f"{file} is not JSON ({error}); run `{self.command}` again.") from None
         self.check(tree, str(file))
         return tree
+
+    def using(self, path: Path) -> AbstractContextManager[None]:
+        """Refuse the record of a file in one message where something in it breaks what is done with it."""
+        return fitting(str(self._file(path)), self.what, self.command)
 
     def write(self, path: Path, record: T) -> None:
         """Check the record and replace the file atomically."""
@@ -70,7 +79,24 @@ class RecordFile(Generic[T]):
             ) from None
 
     def _file(self, path: Path) -> Path:
-        return path if path.is_file() or path.suffix == ".json" else path / self.file
+        return path if os.path.isfile(path) or path.suffix == ".json" else path / self.file
+
+
+@contextmanager
+def fitting(where: str, what: str, command: str) -> Iterator[None]:
+    """Refuse a record in one message where a value that is kept as recorded breaks what is done with it.
+
+    A page needs more of a record than `check` asks for, and a damaged or foreign one may hold anything there.
+    """
+    try:
+        yield
+    except (RushError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{where}: a value of the {what} is not what it should be ({type(error).__name__}: {error!s:.200}). "
+            f"The record is damaged, or of another version; run `{command}` again."
+        ) from error
 
 
 def wrong_field(failed: ValidationError) -> str:
