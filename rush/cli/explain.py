@@ -59,6 +59,7 @@ def explain(
     from rush.explain.page import write
     from rush.explain.records import explain as understand
     from rush.explain.records import read
+    from rush.records.explain import EXPLAIN
 
     # Before torch is loaded: its profiler, used by one topic, prints to standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -79,7 +80,8 @@ def explain(
         found = _measure(find(topic), device, quick, options)
     explanation = understand(found)
     folder = out or Path("runs") / f"explain-{explanation.topic.name}"
-    paths = write(explanation, folder)
+    with EXPLAIN.using(record or folder):
+        paths = write(explanation, folder)
     if json:
         print_json(
             {
@@ -89,7 +91,8 @@ def explain(
             }
         )
         return
-    _show(explanation, paths)
+    with EXPLAIN.using(record or folder):
+        _show(explanation, paths)
 
 
 def _list(found: list[Topic], json: bool) -> None:

@@ -90,7 +90,7 @@ def compare(
     names = list(dict.fromkeys(rung["name"] for record in records.values() for rung in record["rungs"]))
     found = {folder: {rung["name"]: rung for rung in record["rungs"]} for folder, record in records.items()}
     if out is not None:
-        write_comparison([folder / "ladder.json" for folder in folders], out)
+        write_comparison(folders, out)
     if json:
         keys = ("tokens_per_s", "total_gain", "peak_memory_bytes", "verdict", "status")
         rows = {
@@ -108,9 +108,9 @@ def compare(
 def _cell(rung: RungRecord | None) -> str:
     if rung is None:
         return "-"
-    speed = rung["tokens_per_s"]
-    total = rung["total_gain"]
-    times = f" ×{total['ratio']:.2f}" if total else ""
+    speed, total = rung.get("tokens_per_s"), rung.get("total_gain")
+    ratio = total.get("ratio") if isinstance(total, dict) else None
+    times = f" ×{ratio:.2f}" if isinstance(ratio, float) else ""
     return f"{speed['median']:,.0f} tokens/s{times}, {rung['verdict']}" if speed else rung["verdict"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -11,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from rush.errors import RushError
+from rush.files import parse_json
 from rush.hardware.catalog import find
 from rush.hardware.machine import Machine
 from rush.plan.spec import Spec, spec_of
 from rush.plan.target import TargetMachine, target_here, target_of, with_memory_limit
 from rush.recipe import Recipe
 from rush.recipe_io import changed, parse
-from rush.records.ladder import read_ladder
+from rush.records.ladder import LADDER, read_ladder
 from rush.records.metrics import MetricsRow, read_rows
-from rush.records.models import read_models
-from rush.records.tune import read_tune
+from rush.records.models import MODELS, read_models
+from rush.records.tune import TUNE, read_tune
+from rush.records.typed import fitting
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,26 @@ def read_findings(folder: Path) -> list[MeasuredCase]:
     """Every distinct recipe that was measured, in ladders, benches, searches and runs; the better record of one measured twice."""
     found: dict[str, MeasuredCase] = {}
     records = [(path, read_ladder(path)) for path in sorted(folder.glob("**/ladder*.json"))]
-    for path, record in sorted(records, key=lambda item: _worth(item[1]), reverse=True):
-        for case in _ladder(record, path.parent.relative_to(folder).as_posix()):
-            found.setdefault(case.digest, case)
+    with fitting(str(folder), "ladder", "rush ladder"):
+        records.sort(key=lambda item: _worth(item[1]), reverse=True)
+    for path, record in records:
+        with LADDER.using(path):
+            for case in _ladder(record, path.parent.relative_to(folder).as_posix()):
+                found.setdefault(case.digest, case)
     benches = [(path, read_models(path)) for path in folder.glob("*/models.json")]
     for path, bench in sorted(benches, key=lambda item: item[1]["started"], reverse=True):
-        for case in _beside_baselines(bench, path.parent.name):
-            found.setdefault(case.digest, case)
+        with MODELS.using(path):
+            for case in _beside_baselines(bench, path.parent.name):
+                found.setdefault(case.digest, case)
     searches = [(path, read_tune(path)) for path in folder.glob("*/tune.json")]
     for path, search in sorted(searches, key=lambda item: item[1]["started"], reverse=True):
-        for case in _searched(search, path.parent.name):
-            found.setdefault(case.digest, case)
+        with TUNE.using(path):
+            for case in _searched(search, path.parent.name):
+                found.setdefault(case.digest, case)
     for path in sorted(folder.glob("*/metrics.jsonl")):
-        for case in _run(path.parent):
-            found.setdefault(case.digest, case)
+        with fitting(str(path.parent), "run", "rush train"):
+            for case in _run(path.parent):
+                found.setdefault(case.digest, case)
     return list(found.values())
 
 
@@ -84,16 +91,18 @@ def read_overflows(folder: Path) -> list[Overflow]:
     found: dict[str, Overflow] = {}
     for path in sorted(folder.glob("**/ladder*.json")):
         ladder, study = read_ladder(path), path.parent.relative_to(folder).as_posix()
-        for rung in ladder["rungs"] if ladder.get("ceilings") else ():
-            if rung["status"] == "out_of_memory" and (recipe := _recipe(rung["recipe"])) is not None:
-                found.setdefault(recipe.digest, _overflow(rung["name"], recipe, ladder, study))
+        with LADDER.using(path):
+            for rung in ladder["rungs"] if ladder.get("ceilings") else ():
+                if rung["status"] == "out_of_memory" and (recipe := _recipe(rung["recipe"])) is not None:
+                    found.setdefault(recipe.digest, _overflow(rung["name"], recipe, ladder, study))
     for path in sorted(folder.glob("*/models.json")):
         bench = read_models(path)
-        for workload in bench["workloads"] if bench.get("ceilings") else ():
-            for point, recipe in _lengths(workload):
-                if point["status"] == "out_of_memory":
-                    name = f"{workload['name']}, {point['sequence']:,} tokens"
-                    found.setdefault(recipe.digest, _overflow(name, recipe, bench, path.parent.name))
+        with MODELS.using(path):
+            for workload in bench["workloads"] if bench.get("ceilings") else ():
+                for point, recipe in _lengths(workload):
+                    if point["status"] == "out_of_memory":
+                        name = f"{workload['name']}, {point['sequence']:,} tokens"
+                        found.setdefault(recipe.digest, _overflow(name, recipe, bench, path.parent.name))
     return [one for one in found.values() if one.target.kind == "cuda"]
 
 
@@ -116,8 +125,8 @@ def _lengths(workload: Any) -> Iterator[tuple[Any, Recipe]]:
 
 def _worth(record: Any) -> tuple[bool, int, str]:
     """Finished ladders first, then those with more processes per rung, then later ones."""
-    timed = [rung["step_ms"] for rung in record["rungs"] if rung.get("step_ms")]
-    processes = max((len(measured.get("processes", ())) for measured in timed), default=0)
+    timed = [rung["step_ms"] for rung in record["rungs"] if isinstance(rung.get("step_ms"), dict)]
+    processes = max((len(measured.get("processes") or ()) for measured in timed), default=0)
     return record.get("finished") is not None, processes, record["started"]
 
 
@@ -214,7 +223,7 @@ def _case(
 
 
 def _run(folder: Path) -> Iterator[MeasuredCase]:
-    machine = Machine.from_dict(json.loads((folder / "machine.json").read_text()))
+    machine = Machine.from_dict(parse_json((folder / "machine.json").read_bytes()))
     recipe = _recipe((folder / "recipe.toml").read_text())
     sheet = find(machine.devices[0])
     if recipe is None or sheet is None:

@@ -16,7 +16,7 @@ from typing import Any
 from markupsafe import Markup
 
 from rush.files import write_atomic
-from rush.records.kernels import KernelOp, KernelRecord, KernelRow, read_kernels
+from rush.records.kernels import KERNELS, KernelOp, KernelRecord, KernelRow, read_kernels
 from rush.report import formatting, headlines
 from rush.report.axes import x_axis, y_axis
 from rush.report.charts import PANEL, Chart, ChartLine, ChartPoint, draw_panel, scales
@@ -48,7 +48,8 @@ class KernelSection:
 
 def write_kernel_report(folder: Path, html: Path) -> None:
     """Draw the bench recorded in `folder` into one self-contained file."""
-    write_atomic(html, kernel_page(read_kernels(folder)))
+    with KERNELS.using(folder):
+        write_atomic(html, kernel_page(read_kernels(folder)))
 
 
 def kernel_page(record: KernelRecord) -> str:

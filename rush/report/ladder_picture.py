@@ -11,6 +11,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from rush.files import write_atomic
+from rush.records.ladder import LADDER
 from rush.report import formatting, headlines
 from rush.report.bars import top_memory, top_speed
 from rush.report.ladder import LadderView, RungView, read_ladder
@@ -37,7 +38,8 @@ svg { font: 13px -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, san
 
 def write_picture(ladder_json: Path, svg: Path) -> None:
     """Draw only the ladder itself (speed, memory, verdicts) into a self-contained SVG file."""
-    write_atomic(svg, ladder_picture(read_ladder(ladder_json)) + "\n")
+    with LADDER.using(ladder_json):
+        write_atomic(svg, ladder_picture(read_ladder(ladder_json)) + "\n")
 
 
 def ladder_picture(ladder: LadderView) -> str:

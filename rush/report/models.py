@@ -12,7 +12,7 @@ from markupsafe import Markup
 from rush.files import write_atomic
 from rush.records.ladder import RungRecord
 from rush.records.life import life_words
-from rush.records.models import LongestRecord, ModelRecord, WorkloadRecord, read_models, verdicts_of
+from rush.records.models import MODELS, LongestRecord, ModelRecord, WorkloadRecord, read_models, verdicts_of
 from rush.report import bars, formatting, headlines
 from rush.report.kernels import TONES
 from rush.report.ladder import MeasureView, measure
@@ -34,7 +34,8 @@ class Side:
 
 def write_model_report(folder: Path, html: Path) -> None:
     """Draw the bench recorded in `folder` into one self-contained file."""
-    write_atomic(html, model_page(read_models(folder)))
+    with MODELS.using(folder):
+        write_atomic(html, model_page(read_models(folder)))
 
 
 def model_page(record: ModelRecord) -> str:

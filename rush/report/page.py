@@ -21,6 +21,7 @@ import jinja2
 from markupsafe import Markup
 
 from rush.files import write_atomic
+from rush.records.ladder import LADDER
 from rush.report import bars, curves, formatting, headlines, roofline
 from rush.report.ladder import LadderView, RungView, read_ladder
 from rush.report.lenient import Json, real, shown, text
@@ -32,7 +33,8 @@ MANY_PANELS = 12
 
 def write_report(ladder_json: Path, html: Path) -> None:
     """Draw the ladder recorded in `ladder_json` into one self-contained file."""
-    write_atomic(html, report_page(read_ladder(ladder_json)))
+    with LADDER.using(ladder_json):
+        write_atomic(html, report_page(read_ladder(ladder_json)))
 
 
 def report_page(ladder: LadderView) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from rush.files import write_atomic
-from rush.records.scaling import LinkRecord, PointRecord, ScaleRecord, read_scale
+from rush.records.scaling import SCALE, LinkRecord, PointRecord, ScaleRecord, read_scale
 from rush.report import bars, curves, formatting, headlines
 from rush.report.axes import x_axis, y_axis
 from rush.report.charts import PANEL, Chart, ChartLine, ChartPoint, draw_panel, scales
@@ -64,7 +64,8 @@ class LayoutRow:
 
 def write_scale_report(folder: Path, html: Path) -> None:
     """Draw the study recorded in `folder` into one self-contained file."""
-    write_atomic(html, scale_page(read_scale(folder)))
+    with SCALE.using(folder):
+        write_atomic(html, scale_page(read_scale(folder)))
 
 
 def scale_page(record: ScaleRecord) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from rush.files import write_atomic
-from rush.records.tune import CandidateRow, TuneRecord, read_tune, short_names
+from rush.records.tune import TUNE, CandidateRow, TuneRecord, read_tune, short_names
 from rush.report import formatting, headlines
 from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
 from rush.report.headlines import HeadlineFigure
@@ -45,7 +45,8 @@ KINDS = {
 
 def write_tune_report(record: Path, html: Path) -> None:
     """Draw the search recorded in `record` into one self-contained file."""
-    write_atomic(html, tune_page(read_tune(record)))
+    with TUNE.using(record):
+        write_atomic(html, tune_page(read_tune(record)))
 
 
 def tune_page(record: TuneRecord) -> str:

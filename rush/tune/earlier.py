@@ -16,7 +16,7 @@ from pathlib import Path
 from rush.errors import RushError
 from rush.files import cache_folder, write_json_atomic
 from rush.hardware import Machine
-from rush.records.ladder import read_ladder
+from rush.records.ladder import LADDER, read_ladder
 
 MOST_KEPT = 20
 """Gains kept per move and model, the newest."""
@@ -75,12 +75,13 @@ def _of_ladders(fingerprint: str, beside: Path) -> list[RememberedGain]:
             record = read_ladder(path)
             if Machine.from_dict(record["machine"]).fingerprint() != fingerprint:
                 continue
+            with LADDER.using(path):
+                model = str(tomllib.loads(record["base"]["recipe"])["model"]["name"])
+                gains += [
+                    RememberedGain(rung["name"], model, float(found["ratio"]))
+                    for rung in record["rungs"]
+                    if rung["status"] == "ok" and (found := rung.get("gain")) is not None
+                ]
         except RushError:
-            continue
-        model = tomllib.loads(record["base"]["recipe"])["model"]["name"]
-        gains += [
-            RememberedGain(rung["name"], model, found["ratio"])
-            for rung in record["rungs"]
-            if rung["status"] == "ok" and (found := rung.get("gain")) is not None
-        ]
+            continue  # they only order the trials
     return gains

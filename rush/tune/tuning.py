@@ -20,7 +20,7 @@ from rush.plan.target import target_here
 from rush.recipe import Recipe
 from rush.recipe_io import changed
 from rush.records.lock import FolderLock
-from rush.records.tune import TuneRecord, read_tune, write_tune
+from rush.records.tune import TUNE, TuneRecord, read_tune, write_tune
 from rush.techniques import Parity
 from rush.training.corpus import open_corpus
 from rush.tune.budget import Budget
@@ -132,11 +132,12 @@ def _earlier(request: Request, folder: Path) -> TuneRecord | None:
         return None
     there = read_tune(folder)
     asked = (request.recipe.digest, request.goal.objective, classes(request.allowed))
-    if (there["base"]["digest"], there["objective"], there["allowed"]) != asked:
-        raise RecipeError(
-            f"{folder} holds another search ({there['name']}, {there['objective']}, allowing {', '.join(there['allowed'])}); "
-            "choose another --out."
-        )
+    with TUNE.using(folder):
+        if (there["base"]["digest"], there["objective"], there["allowed"]) != asked:
+            raise RecipeError(
+                f"{folder} holds another search ({there['name']}, {there['objective']}, allowing {', '.join(there['allowed'])}); "
+                "choose another --out."
+            )
     return there
 
 

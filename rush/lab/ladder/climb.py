@@ -95,11 +95,10 @@ def _check_same(plan: LadderPlan, folder: Path, view: str) -> None:
     if not (folder / "ladder.json").exists():
         return
     there = read_ladder(folder)
-    wanted = "cumulative" if view == "all" else view
-    if (there["name"], there["base"]["digest"], there["view"]) != (plan.name, plan.base.digest, wanted):
+    wanted, base = "cumulative" if view == "all" else view, str(there["base"].get("digest"))
+    if (there["name"], base, there["view"]) != (plan.name, plan.base.digest, wanted):
         raise RecipeError(
-            f"{folder} holds another ladder ({there['name']}, {there['view']}, base {there['base']['digest'][:12]}); "
-            "choose another --out."
+            f"{folder} holds another ladder ({there['name']}, {there['view']}, base {base[:12]}); choose another --out."
         )
 
 

@@ -71,9 +71,10 @@ def _check_same(plan: StudyPlan, folder: Path) -> None:
     if not (folder / FILE).exists():
         return
     there = read_scale(folder)
-    if (there["base"]["digest"], there["step_tokens"]) != (plan.recipe.digest, plan.step_tokens):
+    base = str(there["base"].get("digest"))
+    if (base, there["step_tokens"]) != (plan.recipe.digest, plan.step_tokens):
         raise RecipeError(
-            f"{folder} holds another study ({there['name']}, recipe {there['base']['digest'][:12]}, {there['step_tokens']:,} "
+            f"{folder} holds another study ({there['name']}, recipe {base[:12]}, {there['step_tokens']:,} "
             "tokens a step); choose another --out."
         )
 
