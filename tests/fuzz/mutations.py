@@ -148,3 +148,11 @@ def _changed(tree: Any, path: _Path, value: Any) -> Any:
     else:
         copy[head] = value
     return copy
+
+
+def mutate_header(chance: Random, content: bytes) -> bytes:
+    """The header of a safetensors file says something else, with its own length right or wrong."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = mutate(chance, content[8:end])
+    length = len(header) if chance.random() < 0.9 else chance.choice((0, 1, 2**31, 2**62, 2**64 - 1))
+    return length.to_bytes(8, "little") + header + content[end:]
