@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests and ranks are processes: without its bytecode each would compile the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help ladder train finetune test test-changed test-all test-slow test-gpu check docs format bundle lock clean FORCE
+.PHONY: help ladder train finetune test test-changed test-planted test-all test-slow test-gpu check docs format bundle lock clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -40,6 +40,10 @@ test: $(VENV)/.dev ## the tests: some 25 minutes on two cores, a third of it liv
 test-changed: $(VENV)/.dev ## the tests of what changed since the last commit (or since BASE=…)
 	tests=$$($(BIN)/python scripts/changed_tests.py $(BASE)); test -z "$$tests" || $(BIN)/python -m pytest -n 2 --dist worksteal $$tests
 
+# In a copy of the tree, one bug at a time; ARGS="--area data", ARGS="--only NAME" try some of them.
+test-planted: $(VENV)/.dev ## put back some two hundred bugs, one at a time: which share do the tests of `make test` catch?
+	$(BIN)/python -m tests.planted --jobs 2 $(ARGS)
+
 # The lock has two versions of torch: the one in .venv, and the other in a virtual environment of its own.
 OTHER = $(if $(filter cpu,$(shell cat $(VENV)/.torch)),proven,cpu)
 test-all: $(VENV)/.dev ## the tests, with the slow ones, on both versions of torch
@@ -63,10 +67,11 @@ check: $(VENV)/.dev ## format, lint, types, import contracts, public names, the 
 	$(BIN)/python -m pytest tests/test_public_names.py
 	$(BIN)/python scripts/lock.py check
 
-docs: $(VENV)/.dev ## write the generated pages: techniques, recipe keys, explanations
+docs: $(VENV)/.dev ## write the generated pages: techniques, recipe keys, explanations, planted bugs
 	$(BIN)/python scripts/technique_pages.py
 	$(BIN)/python scripts/recipe_page.py
 	$(BIN)/python scripts/explain_pages.py
+	$(BIN)/python -m tests.planted --page docs/planted.md
 
 format: $(VENV)/.dev ## format and mend what can be mended
 	$(BIN)/ruff format .
