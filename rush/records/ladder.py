@@ -24,6 +24,9 @@ VERDICTS = (
 
 
 ParityRecord = Annotated[dict[str, Any], having("verdict", "equal", "different", "not judged")]
+"""`class` is what was promised. Later versions add, all optional: `measured` (same bits, rounding, statistical, or None) and `gap`
+(relative to the decrease of the loss), `kind` and `differences` (what differs, by name), `timed` (the timed steps against plain fp32;
+`compared`: how many) and `after_timing` (the steps after them)."""
 
 
 class GainRecord(TypedDict, total=False):
