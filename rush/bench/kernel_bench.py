@@ -111,7 +111,7 @@ def bench_kernels(
 
 def assemble(folder: Path, ops: Sequence[str], started: str, quick: bool) -> KernelRecord:
     """The record from what the processes wrote; ops measured earlier into the same folder stay in it."""
-    told = json.loads((folder / "machine.json").read_text())
+    described = json.loads((folder / "machine.json").read_text())
     around = folder / "environment.json"
     order = sorted({*ops, *(path.stem for path in (folder / "ops").glob("*.json"))})
     found: list[KernelOp] = [json.loads((folder / "ops" / f"{name}.json").read_text()) for name in order]
@@ -121,9 +121,9 @@ def assemble(folder: Path, ops: Sequence[str], started: str, quick: bool) -> Ker
         "finished": timestamp(),
         "quick": quick,
         "interpreted": any(row["status"] == "untimed" for op in found for row in op["rows"]),
-        "machine": told["machine"],
-        "ceilings": told["ceilings"],
-        "packages": told["packages"],
+        "machine": described["machine"],
+        "ceilings": described["ceilings"],
+        "packages": described["packages"],
         "environment": json.loads(around.read_text()) if around.exists() else {},
         "formulas": FORMULAS,
         "ops": found,
@@ -155,7 +155,7 @@ class _Child:
             )
 
     def watch(self, watch: Watch, total: int) -> list[str]:
-        """Wait for it, tell what it says, and return the ops that are still to be measured."""
+        """Wait for it, report its progress, and return the ops that are still to be measured."""
         lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         assert self.process.stdout is not None
         reader = threading.Thread(target=_read, args=(self.process.stdout, lines), daemon=True)
@@ -165,18 +165,18 @@ class _Child:
         try:
             while True:
                 try:
-                    said = lines.get(timeout=LIMIT_S)
+                    message = lines.get(timeout=LIMIT_S)
                 except queue.Empty:
                     late = True
                     break
-                if said is None:
+                if message is None:
                     break
-                op = said.get("op", op)
-                if said.get("done"):
+                op = message.get("op", op)
+                if message.get("done"):
                     assert op is not None
                     left.remove(op)
-                watch(KernelProgress(op, said.get("doing", "done"), total - len(left), total))
-                op = None if said.get("done") else op
+                watch(KernelProgress(op, message.get("doing", "done"), total - len(left), total))
+                op = None if message.get("done") else op
         finally:
             end_session(self.process.pid)
             code = self.process.wait()
@@ -191,7 +191,7 @@ class _Child:
         return left
 
     def _note_loss(self, name: str, code: int, late: bool) -> None:
-        """Keep the sizes that were measured and say why there are no more."""
+        """Keep the sizes that were measured and record why there are no more."""
         path = self.folder / "ops" / f"{name}.json"
         op = json.loads(path.read_text()) if path.exists() else empty_op(name)
         status = "timed_out" if late else "crashed" if code < 0 else "failed"

@@ -45,7 +45,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def widened(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The same values in a wider dtype; whole numbers stay."""
+    """The same values in a wider dtype; integers stay."""
     return {
         name: _leaf(
             tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype), tensor.requires_grad
@@ -154,13 +154,13 @@ def judge(contender: Contender, found: Results, expected: ExactResults | None) -
     worst = max(errors, key=lambda name: errors[name] / allowed[name])
     equal = errors[worst] <= allowed[worst]
     finite = math.isfinite(errors[worst])
-    said = f"off by {errors[worst]:.1e}" if finite else "missing or not finite"
+    how = f"off by {errors[worst]:.1e}" if finite else "missing or not finite"
     return {
         "verdict": "equal" if equal else "different",
         "error": errors[worst] if finite else None,
         "allowed": allowed[worst],
         "worst": worst,
-        "why": f"{worst} is {said}, {'within' if equal else 'beyond'} {allowed[worst]:.1e}",
+        "why": f"{worst} is {how}, {'within' if equal else 'beyond'} {allowed[worst]:.1e}",
     }
 
 

@@ -205,7 +205,7 @@ def _new_bytes(found: Iterable[Tensor], given: Iterable[Tensor]) -> int:
 def _time(
     step: Pass, entries: Sequence[ContenderEntry], grad_outputs: Sequence[Tensor] | None, place: BenchDevice
 ) -> None:
-    """Let the contenders take turns; one that fails is taken out and the others begin again."""
+    """Let the contenders take turns; one that fails is removed and the others start over."""
     racing = {entry.contender.name: entry for entry in entries if entry.status == "ok"}
     while racing:
         cases = {name: _case(step, entry, grad_outputs) for name, entry in racing.items()}

@@ -57,8 +57,8 @@ def _prepare(spec: dict[str, Any], folder: Path) -> tuple[BenchDevice, Any]:
         os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported, which is when Triton decides
     dtypes = ("float32",) if machine.device == "cpu" else ("bfloat16", "float8")
     rates = ceilings(machine, dtypes).rates()
-    told = {"machine": machine.to_dict(), "ceilings": rates, "packages": _packages()}
-    write_json_atomic(folder / "machine.json", json_safe(told)[0])
+    described = {"machine": machine.to_dict(), "ceilings": rates, "packages": _packages()}
+    write_json_atomic(folder / "machine.json", json_safe(described)[0])
     effort = QUICK if spec["quick"] else Effort()
     cpp = machine.device == "cpu" and _has_cpp()
     return BenchDevice(torch.device(machine.device), rates, effort, spec["quick"], cpp), machine

@@ -85,7 +85,7 @@ def _reached(
     assert mine is not None
     assert theirs is not None
     pair = [theirs["samples"]], [mine["samples"]]
-    # Of times, the first over the second says how many times as fast the second is.
+    # A speedup is their time over ours.
     first, second = (pair[1], pair[0]) if target.metric == "speed" else pair
     ratio = ratio_of_medians(first, second, Floor(0.0, 0))
     return ratio.ratio, [ratio.low, ratio.high], None

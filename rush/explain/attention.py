@@ -3,7 +3,7 @@
 Plain is this project's own core, which writes the whole score matrix; flash is torch's flash operator for the
 device, called by name so that nothing else can take its place. Forward and backward, causal, as in training.
 Where plain no longer fits on a GPU it is tried and fails for real. On a CPU running out of memory would take
-the machine down with it, so there the length is extrapolated from what was measured, and the sentences say so.
+the machine down with it, so there the length is extrapolated from what was measured, and the sentences state it.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def words(data: Data) -> list[str]:
     elif ratio.slower:
         sentences = [f"{head}: flash is slower here, {units.interval(ratio)}."]
     else:
-        sentences = [f"{head}: no difference that can be told from chance, {units.interval(ratio)}."]
+        sentences = [f"{head}: no significant difference, {units.interval(ratio)}."]
     if a["peak_bytes"] and b["peak_bytes"]:
         sentences.append(_memory_words(data, plain, flash, length))
     if len(plain) > 1 and len(flash) > 1:
@@ -346,7 +346,7 @@ topic = Topic(
     method=(
         (
             "plain",
-            "this project's PlainAttention: scores, mask, softmax and matmul as separate operations, scores kept for the backward pass",
+            "this project's PlainAttention: scores, mask, softmax and matmul as separate operations, scores saved for the backward pass",
         ),
         ("flash", "torch's flash operator for the device, called by name"),
         ("time", "forward and backward, causal, batch 1, random inputs; CUDA by events, CPU by the clock"),

@@ -138,7 +138,7 @@ def _free_words(data: Data) -> str:
     if first is rows[0]:
         return description
     apart = first["seconds"]["median"] / rows[0]["seconds"]["median"]
-    return f"{description} ({_rows(rows[0]['batch'])} alone {'is' if rows[0]['batch'] == 1 else 'are'} {units.times(apart)} quicker than {_rows(first['batch'])}: another kernel, made for it.)"
+    return f"{description} ({_rows(rows[0]['batch'])} alone {'is' if rows[0]['batch'] == 1 else 'are'} {units.times(apart)} faster than {_rows(first['batch'])}: another kernel, made for it.)"
 
 
 def _why_free(data: Data, first: Data) -> str:

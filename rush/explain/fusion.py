@@ -49,7 +49,7 @@ def measure(settings: ExplainSettings) -> Data:
     parts = len(ways) * len(lengths)
     for way in ways:
         for length in lengths:
-            settings.progress(f"fusion: {NAMES[way]}, {say_length(length)}", len(rows), parts)
+            settings.progress(f"fusion: {NAMES[way]}, {operations(length)}", len(rows), parts)
             if way == "fused":
                 began = time.perf_counter()
                 built = _compiled(length, x, out)
@@ -136,7 +136,7 @@ def _compiled(length: int, x: Tensor, out: Tensor) -> Callable[[], object] | str
 
 
 def _agrees(rows: list[Data], x: Tensor, out: Tensor) -> bool | None:
-    """Whether the last thing measured (the compiled chain, where there is one) computes what the chain says."""
+    """Whether the last thing measured (the compiled chain, where there is one) computes the chain."""
     import torch
 
     wanted = chain(x[: 2**16].double(), rows[-1]["length"])
@@ -149,7 +149,7 @@ def moved(way: str, length: int, number: int) -> int:
     return 2 * 4 * number * passes
 
 
-def say_length(length: int) -> str:
+def operations(length: int) -> str:
     return "1 operation" if length == 1 else f"{length} operations"
 
 
@@ -163,7 +163,7 @@ def words(data: Data) -> list[str]:
     else:
         sentences.append(_gain_words(longest, best))
     sentences.append(
-        f"As separate kernels, {say_length(longest['length'])} on {units.size(data['numbers'] * data['bytes_each'])} move "
+        f"As separate kernels, {operations(longest['length'])} on {units.size(data['numbers'] * data['bytes_each'])} move "
         f"{units.size(longest['moved'])} and take {units.duration(longest['seconds']['median'])}: {units.bandwidth(byte_rate(longest))}."
     )
     if best is not None:
@@ -190,7 +190,7 @@ def words(data: Data) -> list[str]:
 def _gain_words(longest: Data, best: Data) -> str:
     ratio = units.speedup(longest["seconds"], best["seconds"])
     how = {"fused": "as one compiled kernel", "sliced": "in slices that fit into the cache"}[best["way"]]
-    head = f"{say_length(longest['length'])} {how} take {units.duration(best['seconds']['median'])} instead of {units.duration(longest['seconds']['median'])}"
+    head = f"{operations(longest['length'])} {how} take {units.duration(best['seconds']['median'])} instead of {units.duration(longest['seconds']['median'])}"
     if ratio.faster:
         return f"{head}: {units.interval(ratio)} faster."
     if ratio.slower:
@@ -227,7 +227,7 @@ def _growth_words(separate: list[Data], fused: list[Data]) -> str:
         if apart < 1.3 * joined
         else "so a further operation costs much less inside a fused pass"
     )
-    return f"From {say_length(first)} to {last}, the separate kernels' time grows by {units.times(apart)}, the other's by {units.times(joined)}: {contrast}."
+    return f"From {operations(first)} to {last}, the separate kernels' time grows by {units.times(apart)}, the other's by {units.times(joined)}: {contrast}."
 
 
 def _of(data: Data, way: str) -> list[Data]:
@@ -252,7 +252,7 @@ def picture(data: Data) -> list[Panel]:
         bars.append(
             Bar(NAMES[way], last["moved"], color=COLORS[way], note=f"at {units.bandwidth(byte_rate(last))}")
         )
-    length = say_length(_of(data, "separate")[-1]["length"])
+    length = operations(_of(data, "separate")[-1]["length"])
     return [
         Curves(
             "Time of a chain of operations",

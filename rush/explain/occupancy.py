@@ -211,7 +211,7 @@ def _vocabulary_words(data: Data) -> str:
         return f"{head}: the larger one is {units.interval(ratio)} faster."
     if ratio.slower:
         return f"{head}: here padding costs time, {units.interval(ratio)}."
-    return f"{head}: on this device padding changes nothing that can be told from chance, {units.interval(ratio)}."
+    return f"{head}: on this device padding makes no significant difference, {units.interval(ratio)}."
 
 
 def step(data: Data) -> Any:
@@ -262,7 +262,7 @@ def _size_words(data: Data) -> str:
         return f"{head}: beside the power of two the rate is down to {units.share(1 / ratio.ratio)}."
     if ratio.slower:
         return f"{head}: here even the slowest of its neighbors is faster than the power of two, by {units.times(1 / ratio.ratio)} (rows a power of two apart can fall onto the same places of a cache)."
-    return f"{head}: no difference that can be told from chance."
+    return f"{head}: no significant difference."
 
 
 def _advice(data: Data) -> str:
@@ -350,7 +350,7 @@ topic = Topic(
     idea=(
         "A processor works on as many tasks at once as it has workers: the cores of a CPU, the multiprocessors of a GPU. Equal tasks "
         "therefore finish in waves. One task more than fits into a wave takes a whole further wave, during which the other "
-        "workers stand idle. The fewer waves there are, the more the last, half-empty one matters.",
+        "workers are idle. The fewer waves there are, the more the last, half-empty one matters.",
         "A matmul is cut into tiles, and each tile is such a task. Tiles have fixed sizes, mostly multiples of 64 or 128; a matrix "
         "that is no multiple of them has tiles that stick out and compute nothing useful. Odd sizes cost more than that: a row that "
         "does not begin at a multiple of 16 bytes cannot be loaded by the widest instructions or by the matrix units' own loader.",

@@ -279,8 +279,8 @@ topic = Topic(
     title="Fewer bits: what they buy and what they cost",
     about="fp32, TF32, bf16, fp16 and fp8: range, rounding, what rounding does to a sum and to an update, and the rate",
     idea=(
-        "A floating-point number spends its bits on two things: the exponent says how large it may be, the fraction how finely it "
-        "is told from its neighbors. bf16 keeps fp32's exponent and gives up fraction; fp16 does the reverse; fp8 has little of "
+        "A floating-point number spends its bits on two things: the exponent sets its range, the fraction how close its "
+        "neighbors are. bf16 keeps fp32's exponent and gives up fraction; fp16 does the reverse; fp8 has little of "
         "both and needs a scale beside it. TF32 is fp32 in memory, with only ten bits of fraction inside the matrix units.",
         "Half the bits are half the traffic and half the memory, and matrix units multiply short numbers faster, where the device has "
         "such units. Without them a short format has to be converted for every operation and can be slower than the long one.",

@@ -1,6 +1,6 @@
 """The record of a machine: devices, links, CPU, memory and versions, without rates (`ceilings`, `catalog`).
 
-It is saved with every run. Its fingerprint tells whether an earlier measurement is valid for this machine.
+It is saved with every run. Its fingerprint shows whether an earlier measurement is valid for this machine.
 """
 
 from __future__ import annotations

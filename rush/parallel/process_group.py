@@ -54,9 +54,9 @@ def check_world(layout: Mapping[str, int], world: int) -> None:
     if wanted == world:
         return
     sizes = [f"layout.{axis} is {size}" for axis, size in layout.items() if size != 1]
-    says = " and ".join(sizes) if sizes else "every size of the layout is 1"
+    sizes_text = " and ".join(sizes) if sizes else "every size of the layout is 1"
     raise RecipeError(
-        f"{says}, which takes {wanted} rank{'s' * (wanted != 1)}, but this run has {world}; start it with --nproc "
+        f"{sizes_text}, which takes {wanted} rank{'s' * (wanted != 1)}, but this run has {world}; start it with --nproc "
         f"{wanted}, or make the product of the layout {world}."
     )
 

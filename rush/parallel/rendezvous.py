@@ -30,7 +30,7 @@ LEAVE_S = 5.0
 """When such a rank exits: launchers end all ranks when one is gone, and rank 0 should have printed by then."""
 
 Entry = dict[str, str]
-"""What a rank writes: a random `id`, and its `config`, or the `error` and what it `says`."""
+"""What a rank writes: a random `id`, and its `config`, or the `error` and its `message`."""
 
 
 def started_rank() -> int:
@@ -57,14 +57,14 @@ def agree(store: Store, rank: int, world: int, config: str, timeout_s: float) ->
         prefix = uuid.uuid4().hex
         refusal = _lead(StoreChannel(store, prefix), world, config, timeout_s)
     if refusal:
-        raise remote_error(refusal["error"], refusal["says"])
+        raise remote_error(refusal["error"], refusal["message"])
     return PrefixStore(prefix, store)
 
 
 def report_absent(error: RushError) -> bool:
     """Report to rank 0, which may be waiting, why this rank will not join; whether rank 0 read it."""
     rank, world = started_rank(), started_world()
-    entry = {"error": type(error).__name__, "says": f"rank {rank}: {error}"}
+    entry = {"error": type(error).__name__, "message": f"rank {rank}: {error}"}
     with suppress(RushError, RuntimeError):
         _, refusal = _join(connect_store(rank, world, ABSENT_S), rank, world, entry, ABSENT_S)
         return bool(refusal)
@@ -123,11 +123,11 @@ def _refusal(entries: dict[int, Entry], world: int, config: str, timeout_s: floa
     """Why these ranks cannot start together; empty if they can."""
     for entry in entries.values():
         if "error" in entry:
-            return {"error": entry["error"], "says": entry["says"]}
+            return {"error": entry["error"], "message": entry["message"]}
     if late := [rank for rank in range(1, world) if rank not in entries]:
         return {
             "error": RankLost.__name__,
-            "says": f"{_ranks(late)} did not join within {timeout_s:g} s; look at the messages of their machines, and start all "
+            "message": f"{_ranks(late)} did not join within {timeout_s:g} s; look at the messages of their machines, and start all "
             "of them again.",
         }
     other = [rank for rank, entry in entries.items() if entry["config"] != config]
@@ -135,7 +135,7 @@ def _refusal(entries: dict[int, Entry], world: int, config: str, timeout_s: floa
         return {}
     return {
         "error": RecipeError.__name__,
-        "says": f"{len(other)} of {world} ranks differ from rank 0, which has {config}: rank {other[0]} "
+        "message": f"{len(other)} of {world} ranks differ from rank 0, which has {config}: rank {other[0]} "
         f"has {entries[other[0]]['config']}; start all of them with the same command, recipe and installation.",
     }
 
@@ -182,15 +182,15 @@ def connect_store(rank: int, world: int, timeout_s: float) -> Store:
 
 
 def _connect_error(address: str, port: str, error: Any, hosts: bool, timeout_s: float) -> MachineError:
-    says = str(error)
-    if hosts and "EADDRINUSE" in says:
+    text = str(error)
+    if hosts and "EADDRINUSE" in text:
         return MachineError(
             f"rank 0 cannot listen at port {port} (MASTER_PORT), which another program uses; choose a free port for all ranks."
         )
-    if hosts and "waiting for clients" in says:
-        return RankLost(f"not all ranks joined at {address}:{port} within {timeout_s:g} s ({says}).")
+    if hosts and "waiting for clients" in text:
+        return RankLost(f"not all ranks joined at {address}:{port} within {timeout_s:g} s ({text}).")
     if hosts:
-        return MachineError(f"rank 0 cannot listen at {address}:{port} (MASTER_ADDR, MASTER_PORT): {says}.")
+        return MachineError(f"rank 0 cannot listen at {address}:{port} (MASTER_ADDR, MASTER_PORT): {text}.")
     foreign = MachineError(
         f"what listens at {address}:{port} (MASTER_ADDR, MASTER_PORT) is not rank 0 but another program; choose a free port "
         "for all ranks."

@@ -43,7 +43,7 @@ class StoreChannel:
         self.store.set(self._key(key), json.dumps({"value": value}))
 
     def send_error(self, key: str, error: BaseException) -> None:
-        self.store.set(self._key(key), json.dumps({"error": type(error).__name__, "says": str(error)}))
+        self.store.set(self._key(key), json.dumps({"error": type(error).__name__, "message": str(error)}))
 
     def publish(
         self, key: str, make: Callable[[], T], *, receivers: int = 0, wait_for_errors_only: bool = False
@@ -68,7 +68,7 @@ class StoreChannel:
         if acknowledge:
             self.acknowledge(key)
         if "error" in message:
-            raise remote_error(message["error"], sender + message["says"])
+            raise remote_error(message["error"], sender + message["message"])
         return message["value"]
 
     def acknowledge(self, key: str) -> None:
@@ -101,10 +101,10 @@ class StoreChannel:
         return f"{self.prefix}/{key}"
 
 
-def remote_error(name: str, says: str) -> Exception:
+def remote_error(name: str, text: str) -> Exception:
     """An error of another rank, to be raised here too."""
     kind = getattr(errors, name, None)
     ours = isinstance(kind, type) and issubclass(kind, errors.RushError)
-    error: Exception = kind(says) if ours else RuntimeError(f"rank 0 ended with {name}: {says}")  # type: ignore[misc]
+    error: Exception = kind(text) if ours else RuntimeError(f"rank 0 ended with {name}: {text}")  # type: ignore[misc]
     error.add_note(FROM_RANK_0)
     return error

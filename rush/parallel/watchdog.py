@@ -41,7 +41,7 @@ LONGEST_BEAT_S = 5.0
 GRACE_S = 10.0
 """How long a rank may still be printing its last message after the store is gone."""
 LOOK_BEATS = 3
-"""Heartbeats between the two readings that tell a living rank from a silent one."""
+"""Heartbeats between two readings: a rank without a new one is silent."""
 
 
 class Wait(Enum):

@@ -145,8 +145,8 @@ class SequentialPasses:
     def train(self, batches: Sequence[Batch], loss_scale: Tensor) -> Tensor:
         total = torch.zeros((), device=self.run.device)
         for place, batch in enumerate(batches, 1):
-            for tell in self.run.before_pass:
-                tell(place == len(batches))
+            for hook in self.run.before_pass:
+                hook(place == len(batches))
             total += self.run.micro_pass(batch.to(self.run.device), loss_scale)
         return total
 
@@ -208,8 +208,8 @@ def _limit_memory(recipe: Recipe, device: torch.device) -> MemoryLimit | None:
             return None
         if platform.system() != "Linux":
             raise MachineError(
-                f"run.memory_limit_gb is {limit:g}, but this run is on the CPU, and only Linux tells how much a step took; take "
-                "the key out."
+                f"run.memory_limit_gb is {limit:g}, but this run is on the CPU, and only Linux reports how much a step took; remove "
+                "the key."
             )
         # What Python and its libraries took before is no part of the run; what was freed of it is.
         trim_heap()

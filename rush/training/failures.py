@@ -1,7 +1,7 @@
 """The message of a run that fails: where, whose code is on the stack, what to do, where the log is.
 
 A run is always in a phase (`RunStatus`). Any error that is not a `RushError` yet becomes one here: the traceback goes to
-`failure.log` in the run's folder, and the message says what failed, which technique to take out, and how to resume from the
+`failure.log` in the run's folder, and the message names what failed, which technique to remove, and how to resume from the
 last checkpoint, which a failure never touches. For an error of this package itself it asks for a report.
 """
 

@@ -282,7 +282,7 @@ def test_a_fast_kernel_that_is_wrong_misses_its_target() -> None:
     assert "not proved equal: off" in line["why"]
 
 
-def test_without_the_baseline_a_target_is_not_measured_and_says_why() -> None:
+def test_without_the_baseline_a_target_is_not_measured_and_gives_the_reason() -> None:
     line = judged(FASTER, row("rush", 1.0), row("them", 1.0, status="absent", reason="not installed"))
     assert line["verdict"] == "not measured"
     assert line["why"] == "them: not installed"

@@ -81,7 +81,7 @@ def test_two_short_trials_and_one_where_the_line_meets_the_limit(monkeypatch: py
     )
 
 
-def test_what_does_not_fit_is_tried_shorter_and_both_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_tried_shorter_and_both_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     search, bench = searched(0.9, monkeypatch)
     record = search.record()
     tried = record["longest"]["tried"]

@@ -87,7 +87,7 @@ def test_a_device_fits_at_most_one_entry() -> None:
 
 
 @pytest.mark.parametrize("key", CATALOG)
-def test_every_entry_is_plausible_and_says_where_it_comes_from(key: str) -> None:
+def test_every_entry_is_plausible_and_names_its_source(key: str) -> None:
     sheet = CATALOG[key]
     peaks = sheet.peak_flops
     assert ("NVIDIA" if key != "mi300x" else "AMD") in sheet.source

@@ -134,7 +134,7 @@ def test_all_tensors_of_a_group_are_one_launch(device: str, monkeypatch: pytest.
     assert len(optimizer._divisions) == 2
 
 
-# Rounding by chance.
+# Stochastic rounding.
 
 
 def rounded(value: float, count: int, device: str, **settings: Any) -> Tensor:
@@ -284,9 +284,7 @@ def test_a_saved_optimizer_resumes_with_the_same_bits(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_the_device_is_told_holds_the_update_back_and_divides_gradients(
-    dtype: torch.dtype, device: str
-) -> None:
+def test_found_inf_skips_the_update_and_grad_scale_divides_gradients(dtype: torch.dtype, device: str) -> None:
     def after(**told: float) -> list[Tensor]:
         lists = made(device, dtype, torch.float32)
         tensors: Any = {name: torch.tensor(value, device=device) for name, value in told.items()}

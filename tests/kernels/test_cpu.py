@@ -130,7 +130,7 @@ def test_16_bits_are_widened_and_rounded_once(uses_cpp: None) -> None:
     torch.testing.assert_close(gelu(x), reference.gelu(x), rtol=1e-2, atol=1e-3)
 
 
-def test_without_a_compiler_or_another_system_it_says_so(
+def test_without_a_compiler_or_on_another_system_it_is_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("RUSH_CACHE", str(tmp_path))

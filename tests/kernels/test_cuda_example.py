@@ -207,7 +207,7 @@ def test_several_can_build_it_at_once(where: str, monkeypatch: pytest.MonkeyPatc
     assert ctypes.CDLL(str(built[0])).rush_small() == 7
 
 
-def test_without_a_compiler_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RUSH_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert cannot_build() == "there is no C++ compiler (no-such-compiler)"

@@ -217,7 +217,7 @@ def test_what_it_does_not_support_it_refuses(built: None) -> None:
         fp16_linear(x, weight, random(4))
 
 
-def test_where_it_cannot_run_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_cannot_run_it_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "_library", None)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert kernel.cannot_run() == "it needs an ARM CPU, and this is x86_64"
@@ -225,7 +225,7 @@ def test_where_it_cannot_run_it_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
         fp16_linear(random(2, 3), random(4, 3))
 
 
-def test_without_a_compiler_it_says_so(
+def test_without_a_compiler_it_gives_the_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     if reason := kernel.lacks_fp16_arithmetic():

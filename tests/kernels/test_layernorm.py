@@ -186,7 +186,7 @@ def test_torch_finds_the_operators_well_formed(device: str) -> None:
     torch.library.opcheck(_add_layernorm, (x, residual, weight, bias, EPS, torch.float32), test_utils=checks)
 
 
-def test_no_rows_are_no_trouble(device: str) -> None:
+def test_an_empty_batch_works(device: str) -> None:
     x, weight, bias = (
         torch.ones(*shape, device=device, requires_grad=True) for shape in ((0, 8), (8,), (8,))
     )

@@ -164,7 +164,7 @@ def test_torch_finds_the_operators_well_formed(device: str) -> None:
     torch.library.opcheck(_add_rmsnorm, (x, residual, weight, EPS, torch.float32), test_utils=checks)
 
 
-def test_no_rows_are_no_trouble(device: str) -> None:
+def test_an_empty_batch_works(device: str) -> None:
     x, weight = (
         torch.zeros(0, 8, device=device, requires_grad=True),
         torch.ones(8, device=device, requires_grad=True),

@@ -129,7 +129,7 @@ def test_cached_logits_equal_uncached(
     assert (torch.cat(found, 1) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_a_full_cache_says_so(family_shape: Shape, text_tokens: Rows) -> None:
+def test_a_full_cache_is_refused(family_shape: Shape, text_tokens: Rows) -> None:
     model, tokens = build_model(family_shape), text_tokens(1, 12)
     cache = model.new_cache(batch=1, capacity=10)
     with torch.no_grad():

@@ -125,7 +125,7 @@ def test_a_flash_core_takes_the_last_queries_of_its_keys(kind: str) -> None:
         assert error(ours, exact(kind)[0][:, :, begin:end]) < 1e-6
 
 
-def test_the_beginnings_of_documents_are_told_up_to_each_chunk() -> None:
+def test_document_starts_are_known_up_to_each_chunk() -> None:
     class Told(torch.nn.Module):
         def forward(self, documents_bs: Tensor, starts_n: Tensor | None) -> Any:
             assert starts_n is not None

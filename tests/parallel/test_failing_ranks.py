@@ -41,7 +41,7 @@ def train(
     return code, said
 
 
-def test_where_all_ranks_fail_rank_0_says_so_once_and_nobody_is_started_again(
+def test_where_all_ranks_fail_rank_0_reports_it_once_and_nothing_is_restarted(
     recipe: Path, tmp_path: Path
 ) -> None:
     out, file = tmp_path / "run", TESTS / "cli" / "failing" / "under_no_grad.py"
@@ -58,7 +58,7 @@ def test_where_all_ranks_fail_rank_0_says_so_once_and_nobody_is_started_again(
 
 
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_where_one_rank_fails_it_says_so_itself_and_the_others_leave_without_a_word(
+def test_where_one_rank_fails_it_reports_itself_and_the_others_exit_silently(
     launched: bool, recipe: Path, tmp_path: Path
 ) -> None:
     out, file = tmp_path / "run", TESTS / "lab" / "planted" / "on_rank_one.py"
@@ -74,7 +74,7 @@ def test_where_one_rank_fails_it_says_so_itself_and_the_others_leave_without_a_w
 
 
 @pytest.mark.slow
-def test_an_error_of_the_device_is_told_and_the_ranks_are_started_again(recipe: Path, tmp_path: Path) -> None:
+def test_a_device_error_is_reported_and_the_ranks_restart(recipe: Path, tmp_path: Path) -> None:
     text = (TESTS / "cli" / "failing" / "in_forward.py").read_text()
     file = tmp_path / "device.py"
     file.write_text(

@@ -109,7 +109,7 @@ def test_of_three_replicas_the_odd_one_is_named() -> None:
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_a_run_goes_on_with_fewer_ranks_and_learns_the_same(
+def test_a_run_continues_on_fewer_ranks_and_learns_the_same(
     layout: str, recipe: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / layout
@@ -202,7 +202,7 @@ def test_a_killed_rank_is_started_again_with_resume_until_nothing_new_is_saved(
     assert told(tries, 0) == ["2 -m rush train tiny", *["2 -m rush train tiny --resume"] * 3]
 
 
-def test_a_run_goes_on_with_fewer_ranks_when_restarts_do_not_help(
+def test_a_run_continues_on_fewer_ranks_when_restarts_do_not_help(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tries = fake_ranks(monkeypatch, tmp_path, "sys.exit(1 if world == '4' and rank == 3 else 0)")
@@ -230,7 +230,9 @@ def test_one_rank_with_another_recipe_is_refused_by_all_with_one_message(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("answers", [False, True])
-def test_a_port_in_use_is_said_once_and_all_are_gone(answers: bool, recipe: Path, tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_once_and_all_ranks_exit(
+    answers: bool, recipe: Path, tmp_path: Path
+) -> None:
     with socket.socket() as foreign:
         foreign.bind(("127.0.0.1", 0))
         foreign.listen()

@@ -134,7 +134,7 @@ def test_twelve_kills_at_random_steps_and_the_same_bits(
 
 
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGSTOP), (1, signal.SIGSTOP), (1, signal.SIGSEGV)])
-def test_a_stopped_or_crashed_rank_is_ended_and_the_run_goes_on_to_the_same_bits(
+def test_a_stopped_or_crashed_rank_is_ended_and_the_run_resumes_to_the_same_bits(
     rank: int, number: signal.Signals, recipe: Path, undisturbed: Path, tmp_path: Path, started: list[Run]
 ) -> None:
     out = tmp_path / "out"

@@ -136,7 +136,7 @@ def test_a_planted_bug_is_seen(bug: str) -> None:
         assert apart["losses"] > 1e-5, apart
 
 
-def test_trouble_in_a_pipeline_is_the_same_trouble_on_all_ranks() -> None:
+def test_an_error_in_a_pipeline_is_raised_on_all_ranks() -> None:
     first, second = on_ranks(2, meet_trouble, {"pp": 2}, ("fused_adamw",))
     assert first["said"] == second["said"]
     fine, empty, diverged = first["said"]
@@ -305,7 +305,7 @@ def test_a_schedule_is_made_anew_only_when_micro_batches_outgrow_it(monkeypatch:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_pipeline_trains_saves_samples_and_goes_on_in_one_piece(
+def test_a_pipeline_trains_saves_samples_and_resumes_on_one_rank(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, cache = tmp_path / "small.toml", tmp_path / "cache"

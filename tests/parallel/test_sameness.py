@@ -162,7 +162,7 @@ def test_a_rank_holds_its_part_of_parameters_and_moments() -> None:
     ("axis", "techniques"),
     [("fsdp", ("fused_adamw",)), pytest.param("ddp", (), marks=pytest.mark.slow)],
 )
-def test_trouble_on_one_rank_is_the_same_trouble_on_all(axis: str, techniques: tuple[str, ...]) -> None:
+def test_an_error_on_one_rank_is_raised_on_all(axis: str, techniques: tuple[str, ...]) -> None:
     first, second = on_ranks(2, meet_trouble, {axis: 2}, techniques)
     assert first["said"] == second["said"]
     fine, empty, diverged = first["said"]

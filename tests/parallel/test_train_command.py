@@ -89,7 +89,7 @@ def same(ours: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("axis", ["fsdp", pytest.param("cp", marks=pytest.mark.slow)])
-def test_two_ranks_write_one_run_that_one_rank_goes_on_with(
+def test_two_ranks_write_one_run_that_one_rank_resumes(
     axis: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
@@ -108,7 +108,7 @@ def test_two_ranks_write_one_run_that_one_rank_goes_on_with(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_run_in_cut_layers_goes_on_on_one_rank_and_speaks(
+def test_a_run_in_cut_layers_resumes_on_one_rank_and_samples(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
@@ -166,7 +166,7 @@ def test_what_ranks_cannot_do_is_refused_before_any_is_started(
 
 
 @pytest.mark.slow
-def test_under_torchrun_one_message_is_said_and_all_are_gone(recipe: Path, tmp_path: Path) -> None:
+def test_under_torchrun_one_message_is_printed_and_all_ranks_exit(recipe: Path, tmp_path: Path) -> None:
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rush",
@@ -228,7 +228,7 @@ def test_nobody_is_left_behind_a_killed_process(
         assert "lost the connection to another rank" in process.stdout.read()
 
 
-def test_a_run_goes_on_with_another_layout_only_if_a_step_stays_what_it_was(recipe: Path) -> None:
+def test_a_run_resumes_with_another_layout_only_if_a_step_stays_what_it_was(recipe: Path) -> None:
     stored = load_recipe(str(recipe))
     assert _resumed_recipe(stored, load_recipe(str(recipe), ["layout.ddp=2"])).layout.ddp == 2
     with pytest.raises(

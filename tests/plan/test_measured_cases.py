@@ -33,7 +33,7 @@ def test_a_search_of_fine_tuning_is_read_by_the_tokens_that_were_processed(tmp_p
     assert start["processed_per_s"] > 1.2 * start["tokens_per_s"]["median"]
 
 
-def test_a_search_that_does_not_say_what_was_processed_tells_nothing_of_fine_tuning(tmp_path: Path) -> None:
+def test_a_search_without_processed_tokens_is_no_measured_case_of_fine_tuning(tmp_path: Path) -> None:
     name = "tune-sft-lora-tiny-n1"
     rows = json.loads((RESULTS / name / "tune.json").read_text())["candidates"]
     for row in rows:

@@ -266,7 +266,7 @@ def test_a_budget_of_tokens_is_written_as_people_write_it(written: str, tokens: 
     assert count(written) == tokens
 
 
-def test_the_command_says_what_to_do_where_a_plan_does_not_fit() -> None:
+def test_the_command_suggests_what_to_do_where_a_plan_does_not_fit() -> None:
     asked = ["plan", "llama-3.1-8b", "--machine", "h100-sxm", "--devices", "8", "--tokens", "15T"]
     said = CliRunner().invoke(app, asked, catch_exceptions=False).output
     assert "It fits with batch.micro of at most 1. --search finds" in said

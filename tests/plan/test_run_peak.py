@@ -176,7 +176,7 @@ def test_a_run_fits_only_if_all_of_it_does() -> None:
     assert needed(recipe, "cuda") > memory_of(spec).total - 2**30
 
 
-def test_the_plan_says_what_each_phase_takes_and_which_is_the_peak() -> None:
+def test_the_plan_lists_the_memory_of_each_phase_and_names_the_peak() -> None:
     words = ["plan", "gpt2-124m-fast", "--machine", "h200-sxm"]
     told = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
     assert set(told["phases_bytes"]) == {"step", "validation", "sample", "save"}

@@ -129,7 +129,7 @@ def test_errors_are_as_wanted_on_what_was_held_out(
 ) -> None:
     rows, summaries = checked
     assert {one.kind for one in summaries} == {
-        "memory", "time", "published", "published memory", "time on a CPU", "time, the host decides", "time, the device decides",
+        "memory", "time", "published", "published memory", "time on a CPU", "time, host-bound", "time, device-bound",
     }  # fmt: skip
     for one in summaries:
         assert one.cases >= 15

@@ -47,7 +47,7 @@ def too_hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rush.training.auto_micro.best", lambda possible, target, room: possible[-1])
 
 
-def test_the_run_is_to_the_bit_that_of_the_number_it_chose_and_says_so(path: Path, tmp_path: Path) -> None:
+def test_the_run_is_to_the_bit_that_of_the_number_it_chose_and_reports_it(path: Path, tmp_path: Path) -> None:
     seen = Listener()
     train_recipe(auto(path), tmp_path / "auto", view=seen)
     assert chosen(tmp_path / "auto") == 8, "all rows of the step fit"
@@ -58,7 +58,7 @@ def test_the_run_is_to_the_bit_that_of_the_number_it_chose_and_says_so(path: Pat
     assert not list((tmp_path / "auto").glob("trying*"))
 
 
-def test_a_resumed_run_keeps_the_number_and_the_same_command_goes_on(
+def test_a_resumed_run_keeps_the_number_and_the_same_command_resumes_it(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = changed(auto(path), {"batch.micro": 2})
@@ -87,12 +87,12 @@ LONG = ["batch.sequence=256", "batch.total_tokens=8192", "schedule.steps=1", "ru
 """All scores of a row of 256 take four megabytes: more than the noise of what a process has resident."""
 
 
-def test_out_of_memory_halves_until_it_fits_and_each_time_says_so(
+def test_out_of_memory_halves_until_it_fits_and_reports_each_time(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if os.environ.get("RUSH_TEST_ALONE") != "1":
         # A limit on a CPU counts what the process has resident: in one that ran a thousand tests before, no two runs are alike.
-        name = "test_out_of_memory_halves_until_it_fits_and_each_time_says_so"
+        name = "test_out_of_memory_halves_until_it_fits_and_reports_each_time"
         command = [
             sys.executable,
             "-m",

@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Any, str, BaseException, int, type[RushError], str, int]]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_whatever_fails_the_message_says_where_and_the_run_goes_on_from_its_checkpoint(
+def test_whatever_fails_the_message_names_the_phase_and_the_run_resumes_from_its_checkpoint(
     case: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, name, error, nth, kind, said, saved = CASES[case]

@@ -105,7 +105,7 @@ def test_steps_that_are_still_under_way_change_neither_rows_nor_weights(
     assert told(tmp_path / "cut") == told(tmp_path / "waiting")
 
 
-def test_an_interrupted_run_goes_on_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
     train_recipe(recipe, tmp_path / "whole")
     summary = part_of(recipe, tmp_path / "cut", 5)
     assert summary.interrupted

@@ -37,7 +37,7 @@ def test_a_value_moves_if_the_nearest_number_after_the_step_is_another() -> None
         ("[]", 1e-6, False),
     ],
 )
-def test_a_run_says_whether_its_weights_can_move(
+def test_a_run_reports_whether_its_updates_are_lost_to_rounding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, techniques: str, lr: float, told: bool
 ) -> None:
     monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))

@@ -94,7 +94,7 @@ def test_ranks_validate_in_pieces_of_one_size(axis: str, tmp_path: Path, cache: 
 
 
 @linux
-def test_a_sample_and_a_copy_that_do_not_fit_are_told_and_the_run_goes_on(
+def test_a_sample_and_a_copy_that_do_not_fit_are_reported_and_the_run_continues(
     tmp_path: Path, cache: Path
 ) -> None:
     """The logits of a prompt of some 500 tokens take 260 MB, a copy of the state 50 MB; a step and all it holds 110 MB, what

@@ -15,7 +15,7 @@ from rush.tune.search import Search
 from tests.tune.simulated import Table, search_for
 
 SMALL = {"fused_adamw": 1.007, "loader_workers": 1.008, "gc_control": 1.006}
-"""None of them can be told from chance, and all of them can."""
+"""Each is within the noise; together they are not."""
 
 
 def tiny(table: Table | None = None, **options: object) -> Search:

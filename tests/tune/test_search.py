@@ -156,7 +156,7 @@ def test_adapters_of_the_recipe_stay_as_they_are() -> None:
             assert dict(candidate.recipe.technique_uses())["lora"] == {"rank": 32, "alpha": 64}
 
 
-def test_tokens_of_a_step_stay_what_the_recipe_says(llama: Search) -> None:
+def test_tokens_of_a_step_stay_those_of_the_recipe(llama: Search) -> None:
     steps = {c.recipe.step_tokens for c in llama.candidates if c.recipe is not None}
     assert steps == {load_recipe("llama-3.2-1b").step_tokens}
     assert len({c.recipe.batch.micro for c in llama.candidates if c.recipe is not None}) > 1

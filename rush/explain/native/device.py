@@ -50,7 +50,7 @@ def busy_kernel(out, rounds, BLOCK: tl.constexpr):
 
 
 class Chase:
-    """A random cycle through a table on the device; `__call__` follows it for `hops` and goes on from there."""
+    """A random cycle through a table on the device; `__call__` follows it for `hops`, from where the last call ended."""
 
     def __init__(self, size_bytes: int, line_bytes: int, hops: int, device: str = "cuda") -> None:
         lines, step = size_bytes // line_bytes, line_bytes // 4
@@ -62,7 +62,7 @@ class Chase:
         self.hops = hops
 
     def __call__(self, hops: int | None = None) -> None:
-        # One warp suffices, and writing the place back lets the next call go on.
+        # One warp suffices, and writing the place back lets the next call continue.
         chase_kernel[(1,)](self.table, self.place, self.place, hops or self.hops, num_warps=1)
 
 

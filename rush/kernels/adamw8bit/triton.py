@@ -31,12 +31,12 @@ COLUMNS = 8
 """Of the table: parameter, gradient, codes and scales of the first moment, of the second, elements, number."""
 
 ROUND = tl.constexpr(1.5 * 2.0**23)
-"""Added to a float, it leaves the nearest whole number in the lowest bits."""
+"""Added to a float, it leaves the nearest integer in the lowest bits."""
 DECADE = tl.constexpr(3.3375 * 2.0**23)
 """How far the bits of a number and of its tenfold are apart, nearly."""
 LOG2_SLOPE = tl.constexpr(4.609375)
 STRETCH = tl.constexpr(64 / 0.9 / 2**4.609375)
-"""What a block's largest becomes to be encoded. With this one, and few others, all decades can be told from the bits: borders
+"""What a block's absmax is scaled to before encoding. With this value, and few others, the bits give the decade: borders
 come out between 1 and no more than 1 − 1.8 / steps of a power of ten, where the formulas of both decades hold."""
 
 
@@ -50,7 +50,7 @@ def encode(x, inverse, SIGNED: tl.constexpr):
     size = tl.abs(x) * inverse
     # What is nearer to the smallest value than to zero becomes as large as is needed below; and nothing is zero.
     size = tl.maximum(size, 0.5 * size + STRETCH * (1.425e-7 if SIGNED else 1.0875e-7))
-    # A float's bits, read as a whole number, are nearly its logarithm. Rounded they tell the decade, from −6 up to 0, and put
+    # A float's bits, read as an integer, are nearly its logarithm. Rounded they give the decade, from −6 up to 0, and put
     # into an exponent the number of its steps, a power of two; the slope falls to a fifth with each decade.
     bits = size.to(tl.int32, bitcast=True).to(tl.float32)
     whole = bits * (1 / DECADE) + (ROUND + 127 + MORE - 32)
@@ -82,7 +82,7 @@ def _absmax(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def _inverse(scale, LARGEST: tl.constexpr):
-    """What turns a block's largest into LARGEST · STRETCH; by a root, as a division takes three times the instructions."""
+    """The factor that scales a block's absmax to LARGEST · STRETCH; by rsqrt, since a division takes three times the instructions."""
     root = tl.rsqrt(tl.maximum(scale, 2.0**-126))
     return root * root * (STRETCH * LARGEST)
 
@@ -195,7 +195,7 @@ def update(
 ) -> None:
     """One launch over the tensors of a table, all of the same dtypes (parameter, gradient).
 
-    `values` are what the codes of the signed and of the unsigned moment stand for.
+    `values` are the values of the codes of the signed and of the unsigned moment.
     """
     adamw8bit_kernel[(len(division.rows),)](
         table,

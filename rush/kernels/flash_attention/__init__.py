@@ -41,7 +41,7 @@ def flash_attention(
     [n + 1] of documents that lie one after the other in one row (0 first, t last), or, where several calls share
     them, what `document_bounds` made of either.
 
-    The inputs are read where they are, by their strides; the output's memory is [b, t, h, d]. They must be of one
+    The inputs are read in place, by their strides; the output's memory is [b, t, h, d]. They must be of one
     dtype, bf16, fp16 or fp32, and of one length: decoding, where a query stands behind a cache of keys, is refused.
     Autocast does not act here: cast before. Softmax and accumulation are fp32; matmuls of 16-bit inputs have 16-bit
     operands; fp32 matmuls do not use tensor cores, so they are slow.
@@ -63,7 +63,7 @@ def flash_attention(
 
 
 def _check(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> None:
-    # Sentences are made only when they are needed: a compiler traces through this.
+    # Messages are formatted only on failure: torch.compile traces through this.
     require_device("flash_attention", q_bhtd, k_bktd, v_bktd, has_cpu=True)
     if wrong := _wrong_shapes(q_bhtd, k_bktd, v_bktd):
         raise KernelRefusal(
@@ -86,7 +86,7 @@ def _wrong_shapes(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> str | None:
     if length != kv_length:
         return "needs as many queries as keys (decoding with a cache uses the plain core)"
     if head_dim not in HEAD_DIMS:
-        return f"is made for head dims {', '.join(map(str, HEAD_DIMS))}"
+        return f"supports head dims {', '.join(map(str, HEAD_DIMS))}"
     if min(batch, length, kv_heads, heads) < 1:
         return "needs at least one position of one head"
     if heads % kv_heads != 0:
@@ -98,7 +98,7 @@ def _check_documents(documents: Tensor, q_bhtd: Tensor) -> None:
     batch, _, length, _ = q_bhtd.shape
     require_device("flash_attention", q_bhtd, documents, has_cpu=True)
     if documents.is_floating_point() or documents.dtype == torch.bool:
-        raise KernelRefusal(f"flash_attention takes documents as whole numbers; found {documents.dtype}.")
+        raise KernelRefusal(f"flash_attention takes documents as integers; found {documents.dtype}.")
     of_ids = documents.dim() == 2 and tuple(documents.shape) == (batch, length)
     of_lengths = documents.dim() == 1 and batch == 1 and documents.shape[0] >= 2
     if not (of_ids or of_lengths):

@@ -145,7 +145,7 @@ def _queries_in_view(
     first, last, row, start, num_tokens,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The queries of a tile of keys, as above with the sides exchanged."""
+    """The queries of a tile of keys, as above with queries and keys swapped."""
     key_n = start + tl.arange(0, COLUMNS)
     end = tl.minimum(start + COLUMNS, num_tokens)
     a = start * 0

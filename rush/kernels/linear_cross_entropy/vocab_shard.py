@@ -18,7 +18,7 @@ from rush.kernels.cross_entropy import passes
 # Shapes: c tokens of a chunk, w tokens of this vocab shard, r ranks.
 
 ELSEWHERE, IGNORED = -1, -2
-"""Stand-ins for labels that are not in this shard."""
+"""Placeholders for labels that are not in this shard."""
 
 
 class VocabShard(NamedTuple):

@@ -128,7 +128,7 @@ class ScalingPoint(TrialState):
 
 
 def predicted(recipe: Recipe, machine: Machine, ceilings: Mapping[str, Any] | None) -> float | None:
-    """Tokens per second that the planner expects, from this machine's measured rates; None where it cannot tell.
+    """Tokens per second that the planner expects, from this machine's measured rates; None where it cannot.
 
     Its arithmetic is for GPUs: the rates of a CPU are those of all cores, of which a rank here has a part.
     """

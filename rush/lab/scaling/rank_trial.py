@@ -46,12 +46,12 @@ from rush.training.schedule import learning_rate
 from rush.training.step import train_step
 
 OWN = ("peak_memory_bytes", "exchange_ms", "exposed_ms", "profiled_step_ms", "evidence")
-"""What every rank tells of itself."""
+"""What every rank reports about itself."""
 BLAME = ("out_of_memory", "diverged", "unsupported", "crashed")
 """Where ranks ended unalike, the first of these is why."""
 
 SEEN_FIRST_S = 2.0
-"""Who lost another rank ends so much later: the engine tells of one rank that failed, and ends the others when it sees it."""
+"""Who lost another rank ends so much later: the engine reports one rank that failed, and ends the others when it sees it."""
 
 
 def lead(spec: Mapping[str, Any], result: TrialResult) -> None:
@@ -101,20 +101,20 @@ def _start_by(launcher: str, num_ranks: int, result: Path) -> None:
 def _gather(num_ranks: int, exits: Mapping[int, int], result: TrialResult) -> None:
     """All that the ranks wrote, in one result, with the status of the one to blame."""
     files = [_file(result.path, rank) for rank in range(num_ranks)]
-    told = [json.loads(file.read_text()) if file.exists() else {} for file in files]
-    result.found |= told[0]
+    reports = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+    result.found |= reports[0]
     result.found["complete"] = False
-    result.add(ranks=[{key: one.get(key) for key in OWN} for one in told])
+    result.add(ranks=[{key: one.get(key) for key in OWN} for one in reports])
     endings = [
         (bool(one.get("lost")), BLAME.index(one.get("ended", one["status"])), str(one.get("reason")))
-        for one in told
+        for one in reports
         if one.get("complete") and (one["status"] != "ok" or "ended" in one)
     ]
     for rank, code in exits.items():
         if code == -signal.SIGKILL:
-            said = "was killed from outside (SIGKILL), which is what Linux does when memory runs out"
-            endings.append((False, BLAME.index("out_of_memory"), f"rank {rank} {said}."))
-        elif not told[rank].get("complete"):
+            how = "was killed from outside (SIGKILL), which is what Linux does when memory runs out"
+            endings.append((False, BLAME.index("out_of_memory"), f"rank {rank} {how}."))
+        elif not reports[rank].get("complete"):
             # SIGTERM is how the engine ends the others.
             endings.append(
                 (code == -signal.SIGTERM, BLAME.index("crashed"), f"rank {rank} ended with {code}.")
@@ -218,9 +218,9 @@ def agreement(ranks: Ranks) -> Callable[[float], float]:
     def slowest(seconds: float) -> float:
         if ranks.mesh is None:
             return seconds
-        told = torch.tensor(seconds, dtype=torch.float64, device=ranks.mesh.device_type)
-        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
-        return float(told)
+        most = torch.tensor(seconds, dtype=torch.float64, device=ranks.mesh.device_type)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        return float(most)
 
     return slowest
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from rush.data import Batch
 
 
-def told(batch: Batch) -> dict[str, Tensor]:
-    """What a batch tells a model besides tokens and labels.
+def model_inputs(batch: Batch) -> dict[str, Tensor]:
+    """The model's arguments besides tokens and labels.
 
     What is not there is not named, so that the plain call of pretraining stays what it was.
     """
@@ -26,7 +26,7 @@ class NextToken:
     unit = "label"
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        loss: Tensor = model(batch.tokens_bt, batch.labels_bt, **told(batch))
+        loss: Tensor = model(batch.tokens_bt, batch.labels_bt, **model_inputs(batch))
         return loss
 
     def units(self, batch: Batch) -> int:

@@ -7,7 +7,7 @@ arXiv:2310.12036) wants that distance to be a fixed number instead of as large a
 arXiv:2403.07691) and `simpo` (Meng et al. 2024, arXiv:2405.14734) need no reference.
 
 Summed log-probabilities favour long answers one way or the other: orpo and simpo divide them by the number of
-tokens, as their papers do. The ipo paper does not say; its authors later did (see docs/finetuning/preferences.md),
+tokens, as their papers do. The ipo paper leaves it open; its authors settled it later (see docs/finetuning/preferences.md),
 and so do we. DPO is over sums.
 
 Legend: b rows, n pairs, t positions.
@@ -28,7 +28,7 @@ from rush.data.batch import IGNORED
 from rush.errors import DataError, RecipeError
 from rush.models.adapters import adapters_off, is_adapted
 from rush.recipe import ObjectiveSection, Recipe
-from rush.training.objectives.next_token import told
+from rush.training.objectives.next_token import model_inputs
 
 REFERENCE_FREE = ("orpo", "simpo")
 FIGURES = ("reward_chosen", "reward_rejected", "reward_margin", "accuracy", "logp_chosen", "logp_rejected")
@@ -113,7 +113,7 @@ def needs_reference(settings: ObjectiveSection) -> bool:
 
 def log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
     """The summed log-probability of each row's labels [b], through the model's own forward and loss head."""
-    losses_b: Tensor = model(batch.tokens_bt, batch.labels_bt, **told(batch), by_row=True)
+    losses_b: Tensor = model(batch.tokens_bt, batch.labels_bt, **model_inputs(batch), by_row=True)
     return -losses_b
 
 
