@@ -38,8 +38,8 @@ class Conditions:
         return {**asdict(self), "throttle": list(self.throttle)}
 
 
-def conditions(machine: Machine, index: int = 0, own: Collection[int] = ()) -> Conditions:
-    """The current conditions of device `index`. `own` are other processes of this run."""
+def conditions(machine: Machine) -> Conditions:
+    """The current conditions of the first device."""
     load = load_per_core(machine)
     if machine.device != "cuda":
         return Conditions(load=load)
@@ -47,9 +47,9 @@ def conditions(machine: Machine, index: int = 0, own: Collection[int] = ()) -> C
 
     if torch.version.cuda is None:
         return Conditions(load=load)
-    uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     computing = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    found = nvml.ask(lambda library: read_gpu(library, uuid, {os.getpid(), *own}, computing, load))
+    found = nvml.ask(lambda library: read_gpu(library, uuid, {os.getpid()}, computing, load))
     return found or Conditions(load=load)
 
 

@@ -50,56 +50,6 @@ def round_stochastic(x, bits):
     return tl.where(x == x, carried.to(tl.float32, bitcast=True), x).to(tl.bfloat16)
 
 
-@triton.jit
-def adamw_values(
-    p, g, m, v, lr, beta1, rest1, beta2, rest2, eps, weight_decay, correction1, root_correction2
-):
-    """The new parameter and moments. `rest` is 1 − beta, computed in float64: fp32 would lose digits."""
-    m = beta1 * m + rest1 * g
-    v = beta2 * v + rest2 * g * g
-    p = p * (1.0 - lr * weight_decay) - lr / correction1 * (m / (tl.sqrt(v) / root_correction2 + eps))
-    return p, m, v
-
-
-@triton.jit
-def _update_block(
-    p_ptr,
-    g_ptr,
-    m_ptr,
-    v_ptr,
-    at,
-    inside,
-    bits,
-    lr,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    eps,
-    weight_decay,
-    correction1,
-    root_correction2,
-    factor,
-    STOCHASTIC: tl.constexpr,
-):
-    p = tl.load(p_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * factor
-    m = tl.load(m_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    v = tl.load(v_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    p, m, v = adamw_values(
-        p, g, m, v, lr, beta1, rest1, beta2, rest2, eps, weight_decay, correction1, root_correction2
-    )
-    if STOCHASTIC and p_ptr.dtype.element_ty == tl.bfloat16:
-        tl.store(p_ptr + at, round_stochastic(p, bits), mask=inside)
-    else:
-        tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=inside)
-    if STOCHASTIC and v_ptr.dtype.element_ty == tl.bfloat16:
-        tl.store(v_ptr + at, round_stochastic(v, bits >> 16), mask=inside)
-    else:
-        tl.store(v_ptr + at, v.to(v_ptr.dtype.element_ty), mask=inside)
-    tl.store(m_ptr + at, m.to(m_ptr.dtype.element_ty), mask=inside)
-
-
 # The step changes every time: no recompilation when it is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["seed", "step"])
 def adamw_kernel(
@@ -159,6 +109,7 @@ def adamw_kernel(
         r0, r1, r2, r3 = draw(seed, step, tl.load(entry + 5), start // 4 + lane)
     for block in tl.static_range(4):
         at = start + block * BLOCK + lane
+        inside = at < size
         bits = r0
         if block == 1:
             bits = r1
@@ -166,26 +117,22 @@ def adamw_kernel(
             bits = r2
         if block == 3:
             bits = r3
-        _update_block(
-            p_ptr,
-            g_ptr,
-            m_ptr,
-            v_ptr,
-            at,
-            at < size,
-            bits,
-            lr,
-            beta1,
-            rest1,
-            beta2,
-            rest2,
-            eps,
-            weight_decay,
-            correction1,
-            root_correction2,
-            factor,
-            STOCHASTIC,
-        )
+        p = tl.load(p_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * factor
+        m = tl.load(m_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        m = beta1 * m + rest1 * g
+        v = beta2 * v + rest2 * g * g
+        p = p * (1.0 - lr * weight_decay) - lr / correction1 * (m / (tl.sqrt(v) / root_correction2 + eps))
+        if STOCHASTIC and p_ptr.dtype.element_ty == tl.bfloat16:
+            tl.store(p_ptr + at, round_stochastic(p, bits), mask=inside)
+        else:
+            tl.store(p_ptr + at, p.to(PARAMETER), mask=inside)
+        if STOCHASTIC and v_ptr.dtype.element_ty == tl.bfloat16:
+            tl.store(v_ptr + at, round_stochastic(v, bits >> 16), mask=inside)
+        else:
+            tl.store(v_ptr + at, v.to(MOMENT), mask=inside)
+        tl.store(m_ptr + at, m.to(MOMENT), mask=inside)
 
 
 def update(
@@ -228,7 +175,7 @@ def update(
 
 
 def hyperparameters(betas: tuple[float, float], eps: float, weight_decay: float, step: int) -> list[float]:
-    """The kernel's scalars, computed in float64."""
+    """The kernel's scalars, computed in float64: fp32 would lose digits of 1 − beta."""
     beta1, beta2 = map(float, betas)
     corrections = 1 - beta1**step, (1 - beta2**step) ** 0.5
     return [beta1, 1 - beta1, beta2, 1 - beta2, float(eps), float(weight_decay), *corrections]
