@@ -104,7 +104,7 @@ def fill(model: Any, value_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 
 def _fill_buffers(model: Any, device: torch.device) -> None:
-    """Rotary frequencies are computed, not learned: the module that holds them is made once more, with memory."""
+    """Rotary frequencies are computed, not learned: the module that holds them is built again, with memory."""
     for name, module in list(model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             parent, _, own = name.rpartition(".")

@@ -6,7 +6,7 @@ model is made from a configuration with random weights; nothing is downloaded. C
 longest at hand, with the attention mask that every collator of the library makes.
 
 Liger patches the library the way its users do (`apply_liger_kernel_to_llama`). That rewrites names inside
-transformers for the whole process, which is why it happens only here, in a process of its own.
+transformers for the whole process, which is why it happens only here, in a separate process.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class LongestSequence:
     def __init__(self, workload: WorkloadSpec, bench: Bench) -> None:
         assert workload.longest is not None
         self.workload, self.wanted, self.ours = workload, workload.longest, workload.ours[0]
-        # Of a short length: one step to begin with, one to warm up, one that is timed.
+        # A short length takes three steps: the first, one to warm up, one that is timed.
         short = workload.measure.model_copy(update={"windows": 1, "window_ms": 1.0, "warmup_max_steps": 1})
         long = workload.measure.model_copy(update={"windows": 0})
         plan = LadderPlan(workload.name, self.ours.recipe, (), short, self.ours.parity, SearchConfig())

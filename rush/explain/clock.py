@@ -22,5 +22,5 @@ def timed(work: Work, device: str, **how: Any) -> dict[str, Any]:
 
 
 def byte_rate(row: Mapping[str, Any]) -> float:
-    """Bytes per second of a row that moved so many bytes in its timing."""
+    """Bytes per second of a row: what it moved over its time."""
     return float(row["moved"] / row["seconds"]["median"])

@@ -74,7 +74,7 @@ def measure(settings: ExplainSettings) -> Data:
 
 
 def chain(x: Tensor, length: int) -> Tensor:
-    """So many cheap operations in a row: scale, shift, clip, square, over and over."""
+    """`length` cheap operations in a row: scale, shift, clip, square, over and over."""
     y = x
     for step in range(length):
         kind = step % 4

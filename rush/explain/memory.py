@@ -20,6 +20,7 @@ from rush.errors import MachineError
 from rush.explain import units
 from rush.explain.clock import byte_rate, stat, timed
 from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
+from rush.hardware.stopwatch import Work, time_calls
 from rush.report.panels import Bars, Curve, Curves, Mark, Panel, bar, dot
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -88,13 +89,19 @@ def _hop(walks: Any, size: int, line: int, samples: int) -> dict[str, Any]:
         if (took := time.perf_counter() - began) > SAMPLE_S / 2:
             break
         sixteens *= max(2, min(8, int(SAMPLE_S / max(took, 1e-6))))
-    found = []
-    for _ in range(samples):
-        began = time.perf_counter()
-        # On from where the last one ended: starting again would find its own footsteps in the cache.
+
+    def walk() -> None:
+        # From where the last one ended: starting over would find its own lines in the cache.
+        nonlocal place
         place = walks.chase(place, sixteens)
-        found.append((time.perf_counter() - began) / (16 * sixteens))
-    return stat(found)
+
+    return _sampled(walk, samples, 16 * sixteens)
+
+
+def _sampled(work: Work, samples: int, parts: int) -> dict[str, Any]:
+    """Seconds of a part of the work, of which a call does `parts`; after one call to warm up."""
+    seconds = time_calls(work, "cpu", budget_s=0.0, least=samples, most=samples, window_s=0.0)
+    return stat([each / parts for each in seconds])
 
 
 def _pass(walks: Any, size: int, samples: int) -> dict[str, Any]:
@@ -103,13 +110,7 @@ def _pass(walks: Any, size: int, samples: int) -> dict[str, Any]:
 
     found = block(size)
     repeats = max(1, round(SAMPLE_S * 2e10 / size))
-    walks.read(found, repeats)
-    times = []
-    for _ in range(samples):
-        began = time.perf_counter()
-        walks.read(found, repeats)
-        times.append((time.perf_counter() - began) / repeats)
-    return stat(times)
+    return _sampled(lambda: walks.read(found, repeats), samples, repeats)
 
 
 def _all_cores(walks: Any, size: int, workers: int, samples: int) -> Data | None:
@@ -122,13 +123,8 @@ def _all_cores(walks: Any, size: int, workers: int, samples: int) -> Data | None
     blocks = [block(part, seed) for seed in range(workers)]
     repeats = max(1, round(2e8 / part))
     with ThreadPoolExecutor(workers) as pool:
-        walks.read_together(pool, blocks, 1)
-        times = []
-        for _ in range(samples):
-            began = time.perf_counter()
-            walks.read_together(pool, blocks, repeats)
-            times.append((time.perf_counter() - began) / repeats)
-    return {"workers": workers, "moved": part * workers, "seconds": stat(times)}
+        found = _sampled(lambda: walks.read_together(pool, blocks, repeats), samples, repeats)
+    return {"workers": workers, "moved": part * workers, "seconds": found}
 
 
 def _bandwidth_by_calls(sizes: Sequence[int], settings: ExplainSettings) -> list[Data]:

@@ -1,4 +1,4 @@
-"""Filling the machine: equal tasks on so many workers, sizes at and beside powers of two, a padded vocabulary.
+"""Filling the machine: equal tasks on a number of workers, sizes at and beside powers of two, a padded vocabulary.
 
 A machine finishes tasks in waves of as many as it has workers (cores, or multiprocessors); one task more than
 fits into a wave costs a whole further wave. Matmuls are cut into tiles of fixed size, so a size that is
@@ -24,7 +24,7 @@ from rush.report.panels import Bars, Curve, Curves, Mark, Panel, bar, dot
 
 VOCABULARIES = (50257, 50304)
 """GPT-2's vocabulary, and the next multiple of 128."""
-PRODUCTS = ("logits", "gradient of the input", "gradient of the weight")
+MATMULS = ("logits", "gradient of the input", "gradient of the weight")
 
 
 def measure(settings: ExplainSettings) -> Data:
@@ -34,7 +34,7 @@ def measure(settings: ExplainSettings) -> Data:
     dtype = torch.bfloat16 if cuda else torch.float32
     workers, counts, run = _device_tasks(settings) if cuda else _host_tasks(settings)
     budget = 0.02 if settings.quick else 0.2
-    parts = len(counts) + 2 * len(PRODUCTS) + 5
+    parts = len(counts) + 2 * len(MATMULS) + 5
     tasks: list[Data] = []
     for number in counts:
         settings.progress(f"{number} equal tasks on {workers} workers", len(tasks), parts)
@@ -169,7 +169,7 @@ def _vocabulary(settings: ExplainSettings, dtype: Any, done: int, parts: int) ->
             partial(torch.mm, slope, weight),
             partial(torch.mm, slope.t(), x),
         )
-        for name, work in zip(PRODUCTS, works, strict=True):
+        for name, work in zip(MATMULS, works, strict=True):
             settings.progress(f"vocabulary {size}: {name}", done + len(rows), parts)
             found = timed(work, settings.device, budget_s=0.05 if settings.quick else 1.2, most=15)
             rows.append({"vocabulary": size, "product": name, "seconds": found})
@@ -293,7 +293,7 @@ def picture(data: Data) -> list[Panel]:
             row["seconds"],
             2 if row["vocabulary"] == VOCABULARIES[0] else 1,
         )
-        for product in PRODUCTS
+        for product in MATMULS
         for row in data["vocabulary"]
         if row["product"] == product
     ]

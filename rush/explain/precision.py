@@ -78,7 +78,7 @@ def measure(settings: ExplainSettings) -> Data:
 
 
 def rounded(x: Tensor, kind: str) -> Tensor:
-    """`x` (fp32) as it is after being stored in a format; still fp32, so that it can be compared."""
+    """`x` (fp32) rounded to a format; still fp32, so that it can be compared."""
     import torch
 
     if kind != "tf32":
@@ -108,7 +108,7 @@ def _terms(quick: bool) -> int:
 
 
 def _adding(kind: str, quick: bool) -> float:
-    """One added so many times, the sum stored in the format after every addition."""
+    """1 added repeatedly, the sum stored in the format after every addition."""
     import torch
 
     total, one = torch.zeros(1), torch.ones(1)

@@ -152,7 +152,7 @@ def _identity(files: Sequence[Path], flags: Sequence[str] = FLAGS) -> str:
 
 @cache
 def _digest(files: tuple[Path, ...], as_found: tuple[tuple[int, int], ...], flags: tuple[str, ...]) -> str:
-    """Of files that are what they were when their times and sizes were these."""
+    """For files whose times and sizes are unchanged."""
     parts = [torch.__version__, torch.version.cuda, platform.machine(), *flags]
     digest = hashlib.sha256(" ".join(map(str, parts)).encode())
     if torch.cuda.is_available():

@@ -44,7 +44,7 @@ def empty_statistic(x: Tensor) -> Tensor:
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Of a norm. Inputs begin with x and the weight; outputs are the result and statistics of each row."""
+    """For a norm. Inputs begin with x and the weight; outputs are the result and statistics of each row."""
     x, weight, *_ = inputs
     _, *statistics = output
     ctx.mark_non_differentiable(*statistics)

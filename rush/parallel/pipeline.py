@@ -49,7 +49,7 @@ class PipelineSchedule:
         ]
 
     def takes(self, micro_batches: int, num_ranks: int) -> bool:
-        """Whether the schedule supports so many micro batches per step."""
+        """Whether the schedule supports this number of micro batches per step."""
         if self.name == "1f1b":
             return micro_batches >= num_ranks
         if self.name in ("interleaved", "zero_bubble"):

@@ -116,7 +116,7 @@ def join(
             _leave(PrefixStore("leaving", store), rank, world, timeout_s)
         clean = True
     except (RushError, KeyboardInterrupt):
-        clean = True  # all ranks leave alike, or torchrun ends the others
+        clean = True  # all ranks exit in the same way, or torchrun ends the others
         raise
     except RuntimeError as error:
         if not lost(error):

@@ -1,4 +1,4 @@
-"""Compare replicas bit for bit: ranks hash what they hold alike and gather the hashes.
+"""Compare replicas bit for bit: ranks hash what they replicate and gather the hashes.
 
 Replicas of a model (ddp), norms beside tensor parallelism, everything beside cp: ranks compute the same update from the
 same sums and never compare weights again. A flipped bit, a missed collective or a kernel that rounds differently on one

@@ -1,4 +1,4 @@
-"""Find the rank that keeps the others waiting: heartbeats in the store, read by whoever waits too long.
+"""Find the rank that keeps the others waiting: heartbeats in the store, read by any rank that waits too long.
 
 In a collective every rank waits for all others. If one never enters it, torch ends the others at its timeout with a
 message about a socket. Here a thread beside each rank writes a heartbeat to the store every few seconds: the phase, the

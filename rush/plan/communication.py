@@ -19,7 +19,7 @@ INNER_TO_OUTER = ("tp", "cp", "fsdp", "ddp", "pp")
 NETWORK = 0.65
 """Efficiency of the network for collectives of a layer's size among many nodes. An assumption."""
 STRAGGLING = 0.008
-"""Of a step, for each doubling of servers: all wait for the slowest. PublishedRun: 2.5 % from 1 to 16 servers, 1.7 % from 4
+"""Fraction of a step lost with each doubling of servers: all wait for the slowest. Published: 2.5 % from 1 to 16 servers, 1.7 % from 4
 to 8."""
 LATENCY_S = 12e-6
 """Latency of one step of a ring."""

@@ -257,7 +257,7 @@ def _materialize(half_made: Build, weights: dict[str, torch.Tensor] | None) -> N
     for parameter, exact in masters:
         parameter.master = exact  # type: ignore[attr-defined]
     for module in model.modules() if half_made.weights_device is not None else []:
-        # What is no parameter is computed with as it is.
+        # Only parameters are offloaded, not buffers.
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(half_made.device)
 
@@ -291,7 +291,7 @@ def _mastered(half_made: Build) -> list[torch.nn.Parameter]:
 def deterministic() -> Iterator[None]:
     """Only algorithms that give the same bits every time.
 
-    torch would also fill all memory that it hands out, for programs that read what nobody wrote. Ours do not
+    torch would also fill all memory that it allocates, for programs that read uninitialized memory. Ours do not
     (`scripts/same_bits.py --diagnose` shows it), so the time for that is saved.
     """
     memory: Any = torch.utils.deterministic

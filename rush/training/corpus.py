@@ -58,7 +58,7 @@ class Corpus(ABC):
     folder: Path
     tokenizer: Tokenizer
     digest: str
-    """Of the tokens; a resumed run must find the same."""
+    """Digest of the tokens; a resumed run must find the same."""
 
     @abstractmethod
     def loader(self, recipe: Recipe, options: Mapping[str, Any], *, same_samples: int | None = None) -> Steps:

@@ -190,7 +190,7 @@ def _diagnosis(
         kind = Outage if on_device else RunFailed
         return kind, f"{failed} {_suspects_message(found, compiler=compiler_failed(error))}{hint}"
     names = ", ".join(use.technique.name for use in uses)
-    nobody = f"No technique's code stands on the stack; on are: {names}." if uses else "No technique is on."
+    nobody = f"No technique's code is on the stack; enabled are: {names}." if uses else "No technique is on."
     if on_device or of_system:
         return Outage, f"{failed} {nobody}{hint}"
     if compiler_failed(error):
@@ -233,7 +233,7 @@ def _suspects_message(found: list[Suspect], *, compiler: bool = False) -> str:
     fix = "fix it, or " if first.file else ""
     report = "" if first.file or compiler else " Please report it, with the log."
     return (
-        f"The code of the technique {first.technique.name} ({first.place}) stands on the stack{under}{beside}: {fix}take "
+        f"The code of the technique {first.technique.name} ({first.place}) is on the stack{under}{beside}: {fix}take "
         f"{'it' if len(blamed) == 1 else 'one'} out with {' or '.join(map(_without, blamed))}.{report}"
     )
 

@@ -303,6 +303,6 @@ def reduce_validation(
 
 
 def split_rows(batch: Batch, rows: int) -> list[Batch]:
-    """Split a batch into pieces of at most so many rows (preferences: pairs)."""
+    """Split a batch into pieces of at most `rows` rows (preferences: pairs)."""
     held = batch.tokens_bt.shape[0] // (2 if batch.paired else 1)
     return [batch] if held <= rows else batch.split(-(-held // rows))

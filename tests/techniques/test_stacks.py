@@ -1,4 +1,4 @@
-"""Whose code stands on the stack: found from what techniques import, for errors in files, kernels and compiled code."""
+"""Whose code is on the stack: found from what techniques import, for errors in files, kernels and compiled code."""
 
 from __future__ import annotations
 

@@ -142,11 +142,11 @@ def test_a_folder_that_takes_no_log_has_it_elsewhere(tmp_path: Path, monkeypatch
     ("file", "techniques", "said"),
     [
         ("techniques/optimizer/fused_adamw.py", "['fused_adamw', 'compile']",
-         "The code of the technique fused_adamw (rush/techniques/optimizer/fused_adamw.py:1, in <module>) stands on the stack: take it "
+         "The code of the technique fused_adamw (rush/techniques/optimizer/fused_adamw.py:1, in <module>) is on the stack: take it "
          "out with techniques-=fused_adamw. Please report it, with the log."),
-        ("techniques/parallel/ddp.py", "[]", "stands on the stack: take it out with layout.ddp=1."),
+        ("techniques/parallel/ddp.py", "[]", "is on the stack: take it out with layout.ddp=1."),
         ("train/step.py", "['fused_adamw', 'compile']",
-         "No technique's code stands on the stack; on are: compile, ddp, fused_adamw. This looks like a mistake in rush"),
+         "No technique's code is on the stack; enabled are: compile, ddp, fused_adamw. This looks like a mistake in rush"),
     ],
 )  # fmt: skip
 def test_a_technique_of_ours_is_named_too_and_how_to_take_it_out(

@@ -140,7 +140,7 @@ class Player:
         self.clock.now_s += 1.5 + BUILD_S[recipe.model.name] + compiled_s + SAVE_S * (steps - done) / every
         self.clock.now_s += (steps - done) * recipe.step_tokens / self.speed(recipe, recipe.step_tokens)
         if names := sorted(self.breaks.intersection(name for name, _ in recipe.technique_uses())):
-            said = f"The code of the technique {names[0]} stands on the stack: take it out with techniques-={names[0]}."
+            said = f"The code of the technique {names[0]} is on the stack: take it out with techniques-={names[0]}."
             folder.path.mkdir(exist_ok=True)
             failure = {"phase": "validation", "step": every, "techniques": names[:1]}
             folder.last_failure.write_text(json.dumps(failure))

@@ -85,7 +85,7 @@ class DeviceStream:
 
 
 class Tasks:
-    """So many equal tasks, each a program of 1024 threads that fills a multiprocessor's arithmetic units."""
+    """A number of equal tasks, each a program of 1024 threads that fills a multiprocessor's arithmetic units."""
 
     def __init__(self, most: int, rounds: int, device: str = "cuda") -> None:
         self.out = torch.empty(most * 1024, dtype=torch.float32, device=device)

@@ -26,7 +26,7 @@ BLOCK = 1024
 PIECE = 4 * BLOCK
 """Elements per program."""
 COLUMNS = 6
-"""Of the table: parameter, gradient, first moment, second moment, number of elements, number for the generator."""
+"""Table columns: parameter, gradient, first moment, second moment, number of elements, number for the generator."""
 
 ROUNDS = tl.constexpr(7)
 """Rounds of Philox: the fewest that pass BigCrush (Salmon et al. 2011)."""

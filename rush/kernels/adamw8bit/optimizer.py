@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rush.kernels.adamw.optimizer import Local, Member, RushAdamW
+from rush.kernels.adamw.optimizer import Member, RushAdamW
 from rush.kernels.adamw8bit.quantization_map import code_of_zero, dynamic_map
 from rush.kernels.adamw8bit.triton import BLOCK
 from rush.kernels.adamw8bit.update import QuantizedMoment, adamw8bit_, in_rows, is_sharded, quantized_zeros
@@ -31,28 +31,13 @@ class RushAdamW8bit(RushAdamW):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        local: Local = Tensor.detach,
+        *settings: Any,
         alike: Alike = lambda parameter, shape, dtype: parameter.new_empty(shape, dtype=dtype),
+        **options: Any,
     ) -> None:
+        """As `RushAdamW`, but moments that are not quantized are in fp32."""
         self.alike = alike
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            state_dtype=torch.float32,
-            stochastic_rounding=stochastic_rounding,
-            seed=seed,
-            local=local,
-        )
+        super().__init__(params, *settings, state_dtype=torch.float32, **options)
         self._values: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:

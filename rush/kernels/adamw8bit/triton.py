@@ -28,7 +28,7 @@ PIECE = ROWS * BLOCK
 """Elements per program."""
 NUM_WARPS = 4
 COLUMNS = 8
-"""Of the table: parameter, gradient, codes and scales of the first moment, of the second, elements, number."""
+"""Table columns: parameter, gradient, codes and scales of the first moment, of the second, elements, number."""
 
 ROUND = tl.constexpr(1.5 * 2.0**23)
 """Added to a float, it leaves the nearest integer in the lowest bits."""
@@ -158,7 +158,7 @@ def adamw8bit_kernel(
     v_scale = tl.load(v_scale_ptr + block, mask=has_block, other=0.0)
     # Issue all loads first: the compiler would delay half of them until after the table lookups.
     tl.debug_barrier()
-    # Moments in units of 1 − beta: new gradients enter as they are.
+    # Moments in units of 1 − beta: new gradients enter unscaled.
     m = _broadcast(kept1 * m_scale, ROWS, BLOCK) * tl.load(signed_ptr + m_code) + g
     v = _broadcast(kept2 * v_scale, ROWS, BLOCK) * tl.load(unsigned_ptr + v_code) + g * g
     root = tl.rsqrt(tl.sqrt(v) * root_rest2 + eps)

@@ -3,7 +3,7 @@
 
 `cross_entropy` leaves the logits unchanged and computes their gradient in the backward pass. `cross_entropy_`
 overwrites the logits with the gradient in the forward pass, so no second tensor of that size is allocated: use it
-where nobody else needs the logits (if an earlier operation saved them for its backward, autograd raises).
+where nothing else needs the logits (if an earlier operation saved them for its backward, autograd raises).
 
 Both take logits in fp32, bf16 or fp16, under autocast too, and compute in fp32. A label outside the vocabulary gives
 a NaN loss. Deterministic.

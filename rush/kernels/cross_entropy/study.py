@@ -32,7 +32,7 @@ def plain(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class _Produced(torch.autograd.Function):
-    """Stands for the matmul that wrote the logits: nobody else holds them, so they may be overwritten."""
+    """Takes the place of the matmul that wrote the logits: nothing else holds them, so they may be overwritten."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def flash_attention(
     them, what `document_bounds` made of either.
 
     The inputs are read in place, by their strides; the output's memory is [b, t, h, d]. They must be of one
-    dtype, bf16, fp16 or fp32, and of one length: decoding, where a query stands behind a cache of keys, is refused.
+    dtype, bf16, fp16 or fp32, and of one length: decoding with a KV cache is refused.
     Autocast does not act here: cast before. Softmax and accumulation are fp32; matmuls of 16-bit inputs have 16-bit
     operands; fp32 matmuls do not use tensor cores, so they are slow.
     """

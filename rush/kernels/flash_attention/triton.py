@@ -96,7 +96,7 @@ def _dot(left, right, so_far, PRECISION: tl.constexpr):
 
 @triton.jit
 def _within(position, low, high, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Whether positions of the side that streams by are in view of those that stay: low <= position < high."""
+    """Whether positions of the side that is looped over are visible to those of the tile: low <= position < high."""
     if LOW and HIGH:
         seen = (position >= low) & (position < high)
     elif LOW:
@@ -111,9 +111,9 @@ def _keys_in_view(
     first, last, row, start, num_tokens,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of queries walks over: keys with a mask [a, b), without [b, c), with a mask [c, d).
+    """What a tile of queries loops over: keys with a mask [a, b), without [b, c), with a mask [c, d).
 
-    Also the first key in view of each query, and one past the last. `row` is where the batch row's documents are.
+    Also the first visible key of each query, and one past the last. `row` is where the batch row's documents are.
     """
     query_m = start + tl.arange(0, ROWS)
     end = tl.minimum(start + ROWS, num_tokens)
@@ -176,7 +176,7 @@ def _attend(
     D: tl.constexpr, COLUMNS: tl.constexpr, DOCUMENTS: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Let the keys from begin to end stream by: the running output, maximum and sum of each query."""
+    """Loop over the keys from begin to end: the running output, maximum and sum of each query."""
     for next_start in tl.range(begin, end, COLUMNS):
         start = tl.multiple_of(next_start, COLUMNS)
         k_nd = _tile(k, k_strides, batch, kv_head, start, num_tokens, COLUMNS, D, TMA, MASKED)
@@ -529,7 +529,7 @@ def backward_dkdv(
 
 
 def _ready(tensor: Tensor, tiles: Tiles) -> Tensor:
-    """The tensor as it is if the kernel can read it by its strides; otherwise, rarely, a copy.
+    """The tensor itself if the kernel can read it by its strides; otherwise, rarely, a copy.
 
     The numbers of a head must lie together; the copy engine also wants every position to begin at a multiple of 16 bytes.
     """
@@ -575,7 +575,7 @@ def _options(tiles: Tiles, q_bhtd: Tensor, causal: bool, first_bt: Tensor | None
         "DOCUMENTS": first_bt is not None,
         "SPLIT": tiles.split,
         "TMA": tiles.tma,
-        # fp32 is multiplied as it is, not rounded to TF32; for 16 bits this changes nothing.
+        # fp32 operands are not rounded to TF32; for 16 bits this changes nothing.
         "PRECISION": "ieee",
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,

@@ -2,7 +2,7 @@
 """Cast to fp8 in both layouts at once.
 
 Hopper's fp8 matmuls need both operands contiguous along the inner dim. A linear layer multiplies each operand along two
-different dims (dout by rows for dx, by columns for dweight), so each is needed as it is and transposed. Here a program
+different dims (dout by rows for dx, by columns for dweight), so each is needed row-major and transposed. Here a program
 reads a tile once, scales, rounds, and writes it twice, the second time transposed on chip, so that both writes are
 coalesced. The scale, one per tensor, is computed before by plain operators that torch.compile fuses.
 """

@@ -20,7 +20,7 @@ BLOCK, BLOCKS = 4096, 8
 PIECE = BLOCK * BLOCKS
 """Elements per program."""
 COLUMNS = 2
-"""Of the table: address and number of elements."""
+"""Table columns: address and number of elements."""
 
 
 @triton.jit

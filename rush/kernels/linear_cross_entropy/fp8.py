@@ -4,7 +4,7 @@
 The head is a fifth of a small model's FLOPs. Its operands are cast as in other fp8 layers: hidden states and weight to
 e4m3, the logits' gradient to e5m2, one scale per tensor. The gradient's scale is constant, since softmax − target lies
 between −1 and 1. The loss reads 16-bit logits; a second kernel computes a tile of their gradient from the logits and
-each row's logsumexp, and writes it in fp8 as it is and transposed, as the two matmuls need it. Per logit: 2 bytes
+each row's logsumexp, and writes it in fp8 in both layouts, row-major and transposed, as the two matmuls need it. Per logit: 2 bytes
 written and 4 read in 16 bits, 2 written and 2 read in fp8.
 
 The weight's gradient is summed over chunks in bf16, or in fp32 above MOST_ROUNDED chunks.
@@ -28,7 +28,7 @@ from rush.kernels.support import op
 # Shapes: n tokens, d hidden, v vocabulary, p the vocabulary padded, c tokens of a chunk.
 
 ROWS, COLUMNS = 128, 128
-"""Of a tile: transposed, its rows are a full cache line."""
+"""Tile size: transposed, its rows are a full cache line."""
 NUM_WARPS = 8
 LOG2_SCALE = 14
 SCALE = 2.0**LOG2_SCALE

@@ -17,7 +17,7 @@ from rush.kernels.support import FLOATS, empty_bthd, op, require, require_device
 __all__ = ["rope"]
 
 MAX_ELEMENTS = 32768
-"""Of all heads of a token: one program keeps them in registers."""
+"""Elements of all heads of a token: one program keeps them in registers."""
 
 # Shapes: b batch, h query heads, k key heads, t positions, d head dim.
 

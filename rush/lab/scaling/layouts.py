@@ -57,7 +57,7 @@ def _part(word: str, text: str) -> AxisSize:
 
 
 def sizes_of(text: str, devices: int) -> dict[str, int]:
-    """The sizes of the layout's axes on so many devices."""
+    """The sizes of the layout's axes on this number of devices."""
     parts = read_layout(text)
     given = 1
     for part in parts:
@@ -83,7 +83,7 @@ def sizes_of(text: str, devices: int) -> dict[str, int]:
 
 
 def base_of(recipe: Recipe) -> Recipe:
-    """The recipe for one device. A layout of its own is refused: the study is what sets it."""
+    """The recipe for one device. A recipe with a layout is refused: the study sets it."""
     for axis, size in recipe.layout.model_dump().items():
         if size != 1:
             raise RecipeError(
@@ -95,7 +95,7 @@ def base_of(recipe: Recipe) -> Recipe:
 
 
 def laid_out(recipe: Recipe, text: str, devices: int, total_tokens: int) -> Recipe:
-    """The recipe on so many devices with this layout and this many tokens in a step; RecipeError if that is none."""
+    """The recipe on this number of devices with this layout and step; RecipeError if there is none."""
     tree: dict[str, Any] = base_of(recipe).model_dump(exclude_none=True)
     tree["batch"]["total_tokens"] = total_tokens
     if devices == 1:

@@ -53,7 +53,7 @@ class RankBench(TrialFolder):
         return max(1, cores // most)
 
     def shared(self, devices: int) -> bool:
-        """Whether so many ranks would have to share devices; not known with a launcher."""
+        """Whether this number of ranks would have to share devices; not known with a launcher."""
         if self.plan.launcher:
             return False
         room = self.machine.cpu.num_threads if self.machine.device == "cpu" else self.machine.num_devices
@@ -91,7 +91,7 @@ class RankBench(TrialFolder):
         return self.execute(spec, path, self.plan.measure.limit_s, recipe, environment)
 
     def collectives(self, ranks: int, environment: Mapping[str, str]) -> Outcome:
-        """Time the collectives between so many ranks over message sizes."""
+        """Time the collectives between this number of ranks over message sizes."""
         inputs = [ranks, self.machine.fingerprint(), dict(environment), self.plan.launcher, __version__]
         path = self.trial_path(inputs, "links")
         if (known := self.stored(path)) is not None:

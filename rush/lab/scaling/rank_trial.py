@@ -48,10 +48,10 @@ from rush.training.step import train_step
 OWN = ("peak_memory_bytes", "exchange_ms", "exposed_ms", "profiled_step_ms", "evidence")
 """What every rank reports about itself."""
 BLAME = ("out_of_memory", "diverged", "unsupported", "crashed")
-"""Where ranks ended unalike, the first of these is why."""
+"""Where ranks ended differently, the first of these is the cause."""
 
 SEEN_FIRST_S = 2.0
-"""Who lost another rank ends so much later: the engine reports one rank that failed, and ends the others when it sees it."""
+"""A rank that lost another one ends this much later: the engine reports one rank that failed, and ends the others when it sees it."""
 
 
 def lead(spec: Mapping[str, Any], result: TrialResult) -> None:

@@ -32,7 +32,7 @@ class StudyPlan:
     """Whether to measure everything again with peer-to-peer switched off."""
     share_device: bool = False
     group_of_one: bool = False
-    """Whether to measure ddp on one device, too: a rank that is a group of its own."""
+    """Whether to measure ddp on one device, too: a process group of one."""
     links: bool = True
     launcher: str | None = None
     """A cluster's own command that starts the ranks, with {ranks} for their number; torchrun's engine here without it."""
@@ -46,7 +46,7 @@ class StudyPlan:
         return batch.total_tokens or self.recipe.micro * batch.sequence * self.devices[-1]
 
     def tokens(self, scaling: str, devices: int) -> int:
-        """Tokens of a step on so many devices."""
+        """Tokens of a step on this number of devices."""
         if scaling == "strong":
             return self.step_tokens
         total, rest = divmod(self.step_tokens * devices, self.devices[-1])
