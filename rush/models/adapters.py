@@ -359,8 +359,7 @@ def share_weights(model: Decoder, plain_model: Decoder) -> None:
     for (name, layer), (_, plain) in zip(_linears_of(model), _linears_of(plain_model), strict=True):
         adapter = layer._modules.get("adapter")
         if hasattr(layer, "dense_weight"):
-            parent, _, own = name.rpartition(".")
-            setattr(plain_model.get_submodule(parent), own, layer)
+            plain_model.set_submodule(name, layer)
         elif isinstance(adapter, Adapter):
             attach(plain, adapter)
     without = [name for name, parameter in plain_model.named_parameters() if parameter.is_meta]

@@ -148,8 +148,7 @@ def quantize_linears(model: Decoder, form: Form) -> None:
     through `load_state_dict` or `init_weights`, and are quantized one by one."""
     for role, layers in model.linears().items():
         for name, plain in layers if role != "head" else []:
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, QuantizedLinear(plain, form))
+            model.set_submodule(name, QuantizedLinear(plain, form))
 
 
 def stored_values(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ Values that no device needs (a path, whether a folder could be opened) go throug
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -155,3 +155,8 @@ class Ranks:
             return made[0]
         self.on_rank0(lambda: None)
         return make()
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """The first few ranks, and how many more."""
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

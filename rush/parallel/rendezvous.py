@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rush.errors import MachineError, RankLost, RecipeError, RushError
+from rush.parallel.ranks import listed
 from rush.parallel.store_channel import FROM_RANK_0, StoreChannel, remote_error
 
 if TYPE_CHECKING:
@@ -141,8 +142,7 @@ def _refusal(entries: dict[int, Entry], world: int, config: str, timeout_s: floa
 
 
 def _ranks(found: list[int]) -> str:
-    shown = ", ".join(map(str, found[:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
-    return f"rank{'s' * (len(found) > 1)} {shown}"
+    return f"rank{'s' * (len(found) > 1)} {listed(found)}"
 
 
 def connect_store(rank: int, world: int, timeout_s: float) -> Store:

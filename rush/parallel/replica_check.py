@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rush.errors import Drifted
-from rush.parallel.ranks import Ranks
+from rush.parallel.ranks import Ranks, listed
 from rush.parallel.sharded import boxes, local_tensor
 from rush.parallel.store_channel import StoreChannel
 
@@ -105,12 +105,8 @@ def _describe(step: int, name: str, replicas: dict[int, int], num_drifted: int) 
     (common, count), *others = Counter(replicas.values()).most_common()
     odd = [rank for rank, value in replicas.items() if value != common]
     if count > sum(other for _, other in others):
-        who = f"rank{'s' * (len(odd) > 1)} {_listed(odd)} hold{'s' * (len(odd) == 1)} other bits than the {count} others"
+        who = f"rank{'s' * (len(odd) > 1)} {listed(odd)} hold{'s' * (len(odd) == 1)} other bits than the {count} others"
     else:
-        who = f"ranks {_listed(sorted(replicas))} do not hold the same bits"
+        who = f"ranks {listed(sorted(replicas))} do not hold the same bits"
     more = f", and {num_drifted - 1} more parameters differ" if num_drifted > 1 else ""
     return f"step {step}: replicas of the weights have drifted apart: {who} of {name}{more}."
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

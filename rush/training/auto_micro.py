@@ -11,9 +11,7 @@ start there continues with half of the noted one.
 
 from __future__ import annotations
 
-import gc
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +23,7 @@ from rush.data import Batch
 from rush.errors import MachineError
 from rush.files import write_json_atomic
 from rush.hardware import Machine, free_memory, out_of_memory, peak_memory_bytes, reset_peak_memory
-from rush.hardware.memory_use import memory_in_use, trim_heap
+from rush.hardware.memory_use import free_cached, free_host_memory, memory_in_use, trim_heap
 from rush.parallel import Ranks
 from rush.plan.memory import memory_of
 from rush.plan.micro_batch import best, candidates, needed, rates_of
@@ -96,9 +94,7 @@ class MicroBatchSearch:
     def _room(self, recipe: Recipe) -> float:
         """Bytes that this rank may use."""
         device, limit = self.machine.device, recipe.run.memory_limit_gb
-        free = float(free_memory(device))
-        if device != "cuda":
-            free /= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks of this machine share its memory
+        free = float(free_memory(device)) if device == "cuda" else free_host_memory()
         room = min(free, limit * 1e9) if limit is not None else free
         if device == "cpu" and recipe.run.save_async:
             # The copy of the state while a checkpoint is written.
@@ -117,7 +113,9 @@ class MicroBatchSearch:
             if not out_of_memory(error):
                 self._remove()
                 raise
-        _free()
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # compiled code of the discarded run
+        free_cached(device)
         if device == "cpu" and took is not None and took > (1 - SPARE) * room:
             took = None
         peaks = self.ranks.all_gather_object(took)
@@ -172,15 +170,6 @@ def _with_reference(run: Run, batch: Batch) -> Batch:
     if not wants_cached(run):
         return batch
     return replace(batch, reference_b=torch.zeros(batch.tokens_bt.shape[0]))
-
-
-def _free() -> None:
-    """Free the memory of a discarded run, compiled code included."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _gib(size: float) -> str:

@@ -9,7 +9,6 @@ have agreed on: those of the slowest. Each is watched, and each writes down its 
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shlex
@@ -27,6 +26,7 @@ import torch
 
 from rush.errors import MachineError
 from rush.hardware import Machine
+from rush.hardware.memory_use import free_cached
 from rush.hub.folders import starting_weights
 from rush.lab.trial.result import TrialResult, settle
 from rush.lab.trial.timing import Stepper, Timing, time_steps
@@ -161,9 +161,7 @@ def _measure(spec: Mapping[str, Any], result: TrialResult) -> None:
         if spec["timing"] is not None or spec["profile"]:
             _step(recipe, machine, corpus, ranks, spec, result)
         # The timed run is out of scope now; its memory must be free before another is built.
-        gc.collect()
-        if machine.device == "cuda":
-            torch.cuda.empty_cache()
+        free_cached(machine.device)
         if spec["parity"] is not None:
             began = time.monotonic()
             result.add(trace=trace(_recipe(spec["parity"]), machine, corpus, ranks))
