@@ -17,7 +17,7 @@ from rush.lab.ladder.findings import FORMULAS as LADDER
 from rush.lab.ladder.findings import measured
 from rush.lab.paired import Floors, compare
 from rush.lab.scaling.layouts import ONE
-from rush.lab.statistics import median_interval
+from rush.lab.statistics import Ratio, median_interval
 from rush.lab.trial.found import RankFound, TraceFound
 from rush.lab.trial.state import TrialState
 from rush.lab.trial.trial import Outcome
@@ -186,16 +186,17 @@ def _efficiencies(
         base = _base(point, points, scaling)
         if base is not None and point.processes:
             ratio = compare(base.timed, point.timed, floors)
-            part = base.devices / point.devices
-            yield (
-                scaling,
-                {
-                    "ratio": ratio.ratio * part,
-                    "ci95": [ratio.low * part, ratio.high * part],
-                    "over": base.name,
-                    "paired": ratio.paired,
-                },
-            )
+            yield scaling, _over(base, ratio, base.devices / point.devices)
+
+
+def _over(base: ScalingPoint, ratio: Ratio, part: float = 1.0) -> ScalingEfficiency:
+    """A speed relative to that of `base`, times the part of its devices."""
+    return {
+        "ratio": ratio.ratio * part,
+        "ci95": [ratio.low * part, ratio.high * part],
+        "over": base.name,
+        "paired": ratio.paired,
+    }
 
 
 def _base(point: ScalingPoint, points: Sequence[ScalingPoint], scaling: str) -> ScalingPoint | None:
@@ -252,12 +253,7 @@ def _compare(what: str, first: ScalingPoint, second: ScalingPoint, floors: Floor
         "second": second.name,
         "devices": first.devices,
         "scalings": first.scalings,
-        "speed": {
-            "ratio": ratio.ratio,
-            "ci95": [ratio.low, ratio.high],
-            "over": first.name,
-            "paired": ratio.paired,
-        },
+        "speed": _over(first, ratio),
         "real": ratio.real,
         "memory": max(second.memory) / max(first.memory) if first.memory and second.memory else None,
     }
