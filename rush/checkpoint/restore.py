@@ -42,6 +42,7 @@ from rush.checkpoint.tensor_names import describe
 from rush.checkpoint.writer import RANDOM, STATE
 from rush.errors import DataError
 from rush.models.adapters import is_adapted
+from rush.models.shape import LARGEST_NUMBER
 from rush.parallel import Ranks
 from rush.parallel.placement import table_like
 from rush.parallel.sharded import is_sharded, sharded_dims
@@ -182,6 +183,11 @@ def _restore_optimizer(
         wanted |= {f"group.{index}/{key}" for key, cell in hyper.items() if "tensor" in cell}
         for key in hyper.keys() - group.keys():
             raise DataError(f"{file.path} sets {key!r}, which this {type(optimizer).__name__} does not know.")
+        for key, cell in hyper.items():
+            if "tensor" not in cell and not _alike(cell.get("value"), group[key]):
+                raise DataError(
+                    f"{file.path}: {key} of the optimizer is {cell.get('value')!r:.80}, this run has {group[key]!r:.80}."
+                )
     file.expect_names(wanted, part=part)
     for name, table in theirs.items():
         for key, cell in table.items():
@@ -204,6 +210,18 @@ def _restore_optimizer(
             restored[key] = _like(file, f"{name}/{key}", parameter, device)
             file.fill(restored[key], f"{name}/{key}", by_rows=True)
         optimizer.state[parameter] = restored
+
+
+def _alike(saved: Any, ours: Any) -> bool:
+    """Whether a saved hyperparameter is of the kind of ours: a finite number, a flag, or as many numbers."""
+    if isinstance(ours, tuple):
+        return isinstance(saved, list) and len(saved) == len(ours) and all(map(_alike, saved, ours))
+    if isinstance(ours, bool) or ours is None:
+        return isinstance(saved, bool) or saved is None
+    if isinstance(ours, int | float | Tensor):
+        number = isinstance(saved, int | float) and not isinstance(saved, bool)
+        return number and abs(saved) < LARGEST_NUMBER
+    return type(saved) is type(ours)
 
 
 def _check_optimizer(

@@ -10,9 +10,11 @@ All ranks run this and take the same decisions from the same numbers; only rank 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -147,8 +149,9 @@ def _train(
     done, tokens = 0, 0
     if resumed is not None:
         extra = restore.load(resumed, run.model, run.optimizer, ranks=ranks)
+        _check_position(resumed, extra)
         _check_same_corpus(extra["corpus"], corpus)
-        done, tokens = int(extra["step"]), int(extra["tokens"])
+        done, tokens = extra["step"], extra["tokens"]
         loader.load_state(extra["loader"])
         view.note(f"Resuming from {resumed.path.name}.")
     else:
@@ -215,6 +218,21 @@ def _record_save(saved: SaveRow, saves: RowWriter[SaveRow], store: CheckpointSto
 def _check_held_out(corpus: Corpus, recipe: Recipe) -> None:
     """Fail before the first step, not after hours, if there is nothing to validate on."""
     next(iter(corpus.validation(recipe, {})), None)
+
+
+def _check_position(checkpoint: Checkpoint, extra: Mapping[str, Any]) -> None:
+    """Refuse a state whose position is not one: a checkpoint may be a stranger's, sealed anew."""
+    numbers = [extra.get("step"), extra.get("tokens")]
+    if (
+        not all(type(number) is int and 0 <= number < 2**62 for number in numbers)
+        or extra["step"] != checkpoint.step
+        or not isinstance(extra.get("corpus"), str)
+        or not isinstance(extra.get("loader"), dict)
+    ):
+        raise DataError(
+            f"{checkpoint.path / 'state.json'} does not say where the run stood (step, tokens, corpus and loader); resume from "
+            "another checkpoint."
+        )
 
 
 def _check_same_corpus(digest: str, corpus: Corpus) -> None:

@@ -106,6 +106,8 @@ def problem(call: Callable[[], object]) -> Failure | None:
         with _limits(), contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
             call()
     except RushError as error:
+        if error.exit_code not in EXIT_CODES:
+            return Failure(f"{type(error).__name__} {_place(error)}", f"exit code {error.exit_code}: {error}")
         if complaint := unreadable(str(error), LONGEST_MESSAGE):
             return Failure(f"message {type(error).__name__} {_place(error)}", complaint)
     except (KeyboardInterrupt, pytest.skip.Exception):
@@ -132,7 +134,10 @@ def fuzz(
 ) -> None:
     """Run the corpus of `name`, the seeds, and `count` mutations of the seeds; report every distinct failure once."""
     found: dict[str, str] = {}
-    for content in [*corpus(name), *seeds]:
+    for seed in seeds:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            read(seed)  # must pass, or every mutation of it would be refused for the same reason
+    for content in corpus(name):
         _try(name, read, content, found)
     for number in range(count):
         chance = random.Random(f"{os.environ.get('RUSH_FUZZ_SEED', '0')} {name} {number}")

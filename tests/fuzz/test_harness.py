@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 
-from rush.errors import DataError, RushError
+from rush.errors import DataError, OwnFault
 from tests.fuzz import harness
 from tests.fuzz.harness import corpus, fuzz, problem
 from tests.fuzz.mutations import mutate
 
 
-class Loud(RushError):
+class Loud(DataError):
     """An error whose message is passed on as it is."""
 
     def __str__(self) -> str:
@@ -46,15 +46,19 @@ def fail(error: Exception) -> Callable[[], None]:
     ("call", "words"),
     [
         (fail(ValueError("odd")), "ValueError"),
+        (fail(OwnFault("ours")), "exit code 1"),
         (fail(Loud("x" * 2001)), "2,001 characters"),
         (fail(Loud("\x1b[2J")), "control characters"),
         (fail(Loud("\ud800")), "control characters"),
-        (forever, "more than 2.0 seconds"),
+        (forever, "more than 0.2 seconds"),
         (bomb, "MemoryError"),
         (traceback_in_a_thread, "Traceback"),
     ],
 )
-def test_what_must_not_happen_is_a_failure(call: Callable[[], None], words: str) -> None:
+def test_what_must_not_happen_is_a_failure(
+    call: Callable[[], None], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "LONGEST_S", 0.2)
     failure = problem(call)
     assert failure is not None
     assert words in failure.what

@@ -89,7 +89,7 @@ def explanation(topic: str) -> bytes:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@cases(0.014)
+@cases(0.012)
 def test_any_record_is_drawn_or_refused(kind: str, count: int, tmp_path: Path) -> None:
     name, made, use = KINDS[kind]
     record, page = tmp_path / "study" / name, tmp_path / "report.html"
