@@ -244,11 +244,11 @@ def _explain(error: ValidationError) -> str:
 def _sentence(problem: Mapping[str, Any], path: list[str]) -> str:
     kind, found = problem["type"], problem.get("input")
     if path and path[0] == "techniques":
-        return f'techniques: found {found!r}; allowed: names, or tables such as {{name = "compile", mode = "default"}}.'
+        return f'techniques: found {_short(found)}; allowed: names, or tables such as {{name = "compile", mode = "default"}}.'
     where = ".".join(path)
     if path[:2] == ["model", "shape"] and len(path) > 2:
         return (
-            f"model.shape.{path[2]} is {found!r:.200} ({_kind_of(found)}); allowed: a number, true or false, or for rope_scaling a "
+            f"model.shape.{path[2]} is {_short(found)} ({_kind_of(found)}); allowed: a number, true or false, or for rope_scaling a "
             "table of numbers and a rope_type."
         )
     if kind == "extra_forbidden":
@@ -260,11 +260,17 @@ def _sentence(problem: Mapping[str, Any], path: list[str]) -> str:
     if kind == "value_error":
         return f"{problem['ctx']['error']}."
     if kind == "literal_error":
-        return f"{where} is {found!r}; allowed: {problem['ctx']['expected']}."
+        return f"{where} is {_short(found)}; allowed: {problem['ctx']['expected']}."
     reason = re.sub(r"^Input should be ", "", problem["msg"])
     if kind in ("model_type", "model_attributes_type"):
         reason = f"a table with the keys {', '.join(_section_at(path).model_fields)}"
-    return f"{where} is {found!r} ({_kind_of(found)}); allowed: {reason}."
+    return f"{where} is {_short(found)} ({_kind_of(found)}); allowed: {reason}."
+
+
+def _short(value: object) -> str:
+    """What was found, as far as it fits into a sentence."""
+    whole = repr(value)
+    return whole if len(whole) <= 200 else f"{whole[:120]}… ({len(whole):,} characters)"
 
 
 def _kind_of(value: object) -> str:

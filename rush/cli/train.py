@@ -145,7 +145,9 @@ def _train_here(
         _warn_of_another_machine(Path(recipe).expanduser(), chosen)
     view = View() if json else terminal_view()
     stored = folder / "recipe.toml"
-    status = RunStatus(RunFolder(folder), chosen or (load_recipe(str(stored)) if stored.is_file() else None))
+    status = RunStatus(
+        RunFolder(folder), chosen or (load_recipe(str(stored)) if os.path.isfile(stored) else None)
+    )
     set_reporter(partial(report_late, status, status.uses()))
     return train_run(chosen, out=folder, resume=resume or restarted(), view=view).summary
 

@@ -21,7 +21,7 @@ LARGEST = {
     "vocab_size": 2**24,
     "context": 2**31,
     "hidden": 2**20,
-    "num_layers": 2**14,
+    "num_layers": 2**12,
     "num_heads": 2**16,
     "num_kv_heads": 2**16,
     "head_dim": 2**16,

@@ -115,7 +115,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """The steps of all folders with a checkpoint's name, rising, good or not."""
-        if not self.folder.is_dir():
+        if not os.path.isdir(self.folder):
             return []
         found = (_step_of(entry.name) for entry in os.scandir(self.folder) if entry.is_dir())
         return sorted(step for step in found if step is not None)

@@ -56,7 +56,7 @@ class RunFolder:
 
     def holds_run(self) -> bool:
         """Whether a run was started here: its recipe, its metrics or a checkpoint is there."""
-        return self.recipe.exists() or self.metrics.exists() or bool(self.checkpoints.steps())
+        return any(map(os.path.exists, (self.recipe, self.metrics))) or bool(self.checkpoints.steps())
 
 
 def check_empty(folder: RunFolder) -> None:
@@ -83,6 +83,8 @@ def new_run(path: Path) -> Iterator[RunFolder]:
     if os.path.exists(path) and not os.path.isdir(path):
         raise RecipeError(f"{path} is a file, not a folder. Give --out a folder for the run.")
     folder = RunFolder(path)
+    if os.path.isdir(path):
+        check_empty(folder)  # before a lock is left in a folder that is not ours; and again with the lock
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
         fsync_folder(path.parent)

@@ -103,7 +103,7 @@ def problem(call: Callable[[], object]) -> Failure | None:
     """What a call does that it must not do; None if nothing."""
     said = io.StringIO()
     try:
-        with _limits(), contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        with limits(), contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
             call()
     except RushError as error:
         if error.exit_code not in EXIT_CODES:
@@ -215,7 +215,7 @@ def _left_behind(name: str, content: bytes) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _limits() -> Iterator[None]:
+def limits() -> Iterator[None]:
     """2 seconds of processor time (whatever else the machine does) and 4 GiB of further memory."""
     if threading.current_thread() is not threading.main_thread():
         yield
