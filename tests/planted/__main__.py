@@ -72,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
     warm_up()
     with Bench(options.jobs) as bench:
         if not options.no_check:
-            if red := bench.red_without_bugs(bugs):
+            if red := bench.red_without_bugs(bugs, say):
                 say("Red without any bug, so these catch nothing:\n" + "\n".join(red))
                 return 1
             say(f"The tests of {len(bugs)} bugs are green without them ({time.monotonic() - start:.0f} s).")

@@ -35,7 +35,7 @@ PRELOADED = (
     "torch.distributed.tensor", "torch.nn.attention.flex_attention", "numpy.ma", "pydantic", "tokenizers", "safetensors.torch",
     "transformers", "typer", "rich.table", "hypothesis", "psutil", "jinja2",
 )  # fmt: skip
-TEST_S, CHILD_S = 120, 600
+TEST_S, CHILD_S = 300, 900
 OPTIONS = (
     "-x", "-q", "-p", "no:cacheprovider", "--timeout", str(TEST_S), "--tb", "short",
     "-W", "ignore::pytest.PytestAssertRewriteWarning",  # plug-ins that were imported before the fork
@@ -224,19 +224,24 @@ class Bench:
         asked = [self._pool.submit(_try_bug_here, bug, more(bug)) for bug in bugs]
         return (done.result() for done in as_completed(asked))
 
-    def red_without_bugs(self, bugs: Sequence[Bug]) -> list[str]:
+    def red_without_bugs(
+        self, bugs: Sequence[Bug], tell: Callable[[str], None] = lambda text: None
+    ) -> list[str]:
         """Tests of these bugs that fail on the tree as it is, or are not there: they catch nothing."""
         files: dict[str, set[str]] = {}
         for test in {test for bug in bugs for test in bug.tests}:
             files.setdefault(test.partition("::")[0], set()).add(test)
-        asked = {file: self._pool.submit(_test_here, sorted(tests)) for file, tests in sorted(files.items())}
-        said = {file: done.result() for file, done in asked.items()}
-        # Where all are slow, none is run: then the bug is missed.
-        return [
-            f"{', '.join(one.failed) or file} (pytest ended with {one.code})\n{one.log[-2000:]}"
-            for file, one in said.items()
-            if one.code not in (PASSED, NO_TESTS)
-        ]
+        asked = {self._pool.submit(_test_here, sorted(tests)): file for file, tests in sorted(files.items())}
+        red = []
+        for done in as_completed(asked):
+            said, file = done.result(), asked[done]
+            # Where all are slow, none is run: then the bug is missed.
+            green = said.code in (PASSED, NO_TESTS)
+            tell(f"{'green' if green else 'red':7} {file}")
+            if not green:
+                why = ", ".join(said.failed) or file
+                red.append(f"{why} (pytest ended with {said.code})\n{said.log[-2000:]}")
+        return red
 
 
 def _take_a_tree(root: Path, folder: Path) -> None:
