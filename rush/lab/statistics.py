@@ -6,6 +6,10 @@ from a hierarchical bootstrap, over processes first and over the samples in them
 never counts below the noise floor: the spread between processes of one recipe on this machine, today, over the rungs
 nearby. (Similar rungs vary alike: a step that waits for its host varies ten times as much as one that does not.)
 
+One process may be disturbed: something else ran on the machine while it was timed. It would widen the interval of its rung
+until nothing can be told, so it is found (`disturbed`) and left out of every interval; the record keeps its samples and
+names it, and the ladder measures the rung once more.
+
 With one process per rung the spread between processes is known only from the base, which is measured again at the
 end, and other rungs may vary more: then only large differences count.
 
@@ -21,10 +25,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from rush.records.gains import Judgement, judge
+
 DRAWS = 4000
 ALONE = 0.15
 """Differences below this do not count where at most one recipe was measured twice. Seen on a GPU that waits for its
 host, in processes of rungs that cannot differ: 16 %; in the same ladder the base came out the same to 0.02 %."""
+DISTURBED = 0.10
+"""A process is disturbed only if it is slower than every other of its recipe by more than this. Quiet processes of one
+recipe lie 0.1 to 2 % apart, so that a quiet one is not left out by chance, and gains stay as they are on quiet machines."""
+ALONE_BY = 6.0
+"""And only if it is further from the others than this many times the distance between the farthest of those: where all lie
+apart, as in a step that waits for its host, that is how the recipe runs."""
 NEAR = 8
 """From so many recipes, measured more than once and next to each other, a noise floor is taken."""
 Array = npt.NDArray[np.float64]
@@ -50,6 +62,11 @@ class Ratio:
     high: float
     paired: int | None = None
     """On how many batches, one by one; None where it is the quotient of two medians."""
+
+    @property
+    def judged(self) -> Judgement:
+        """What the interval says: faster, slower, no gain, or cannot tell."""
+        return judge(self.low, self.high)
 
     @property
     def real(self) -> bool:
@@ -82,13 +99,35 @@ class Floor:
         return max(self.least, student_quantile(self.freedom) * error)
 
 
+def disturbed(logs: Sequence[float] | Array) -> int | None:
+    """Which process was disturbed, from the logarithm of each one's rate; None where none was, or it cannot be said.
+
+    At most one of three or more: of two nobody knows which, and what happens twice is how the recipe runs. Only a slower one:
+    whatever else runs on a machine, it makes nothing faster.
+    """
+    if len(logs) < 3:
+        return None
+    in_order = np.argsort(np.asarray(logs), kind="stable")
+    slowest, *others = (float(logs[place]) for place in in_order)
+    behind = others[0] - slowest
+    alone = behind > -math.log1p(-DISTURBED) and behind > ALONE_BY * (others[-1] - others[0])
+    return int(in_order[0]) if alone else None
+
+
+def undisturbed(processes: Processes) -> Processes:
+    """The processes without the disturbed one, where there is one."""
+    found = disturbed(logs_of_medians(processes))
+    return [samples for place, samples in enumerate(processes) if place != found]
+
+
 def center(processes: Processes) -> float:
-    """The median of the processes' medians: one disturbed process of three does not move it."""
-    return float(np.median([np.median(samples) for samples in processes]))
+    """The median of the undisturbed processes' medians."""
+    return float(np.median([np.median(samples) for samples in undisturbed(processes)]))
 
 
 def median_interval(processes: Processes, seed: int = 0) -> Interval:
     """The median over processes with its 95 % interval, by resampling processes and samples in them."""
+    processes = undisturbed(processes)
     middle = center(processes)
     # In logarithms, as rates and times vary by factors; so no interval reaches below zero.
     drawn = np.log(_resampled(processes, np.random.default_rng(seed)))
@@ -101,6 +140,7 @@ def median_interval(processes: Processes, seed: int = 0) -> Interval:
 def ratio_of_medians(first: Processes, second: Processes, floor: Floor, seed: int = 0) -> Ratio:
     """The ratio of `second` to `first` (both rates), with an interval no narrower than the floor."""
     rng = np.random.default_rng(seed)
+    first, second = undisturbed(first), undisturbed(second)
     middle = math.log(center(second)) - math.log(center(first))
     parts = []
     for processes, sign in ((first, -1.0), (second, 1.0)):
@@ -117,6 +157,7 @@ def ratio_of_pairs(first: Array, second: Array, floor: Floor, seed: int = 0) -> 
     are added.
     """
     rng = np.random.default_rng(seed)
+    first, second = _undisturbed_rows(first), _undisturbed_rows(second)
     middle = middle_of_pairs(first, second)
     apart = np.median(second[None, :] - first[:, None], axis=-1)
     num_first, num_second, num_batches = *apart.shape, first.shape[1]
@@ -139,7 +180,14 @@ def _ratio(middle: float, drawn: Array, least: float, paired: int | None = None)
 
 def middle_of_pairs(first: Array, second: Array) -> float:
     """The logarithm of the quotient: the median over batches for every two processes, then that over processes."""
+    first, second = _undisturbed_rows(first), _undisturbed_rows(second)
     return float(_middle(np.median(second[None, :] - first[:, None], axis=-1)))
+
+
+def _undisturbed_rows(logs: Array) -> Array:
+    """The rows without that of a disturbed process: each one's median, less what its batches make."""
+    found = disturbed(np.median(logs - np.median(logs, axis=0), axis=1))
+    return logs if found is None else np.delete(logs, found, axis=0)
 
 
 def _middle(apart: Array) -> Array:
@@ -160,11 +208,12 @@ def logs_of_medians(processes: Processes) -> Array:
 def floor_of(recipes: Iterable[Array], least: float = 0.0) -> Floor:
     """The spread between processes, from the log medians of each recipe (at least two of each).
 
-    It is the median of the recipes' own spreads: one disturbed process must not widen the whole ladder. In its own rung
-    it still counts, in the bootstrap over processes.
+    It is the median of the recipes' own spreads, each without its disturbed process: what disturbed some must not widen the
+    whole ladder.
     """
     spreads, freedom = [], 0
-    for logs in recipes:
+    for every in recipes:
+        logs = np.delete(every, found) if (found := disturbed(every)) is not None else every
         own = len(logs) - 1
         # A spread from few processes is mostly too small; this is the median of its distribution.
         usual = math.sqrt((1 - 2 / (9 * own)) ** 3)

@@ -18,8 +18,8 @@ from rush.records.typed import Measurement, RecordFile, having, one_of
 FORMAT = 1
 STATUSES = ("ok", "out_of_memory", "unsupported", "no_effect", "diverged", "crashed", "timed_out")
 VERDICTS = (
-    "baseline", "equal and faster", "equal and smaller", "faster but different", "smaller but different", "different", "no gain", "slower",
-    "no effect", "unsupported", "out of memory", "crashed", "timed out", "diverged", "unusable",
+    "baseline", "equal and faster", "equal and smaller", "faster but different", "smaller but different", "different", "no gain", "cannot tell",
+    "slower", "no effect", "unsupported", "out of memory", "crashed", "timed out", "diverged", "unusable",
 )  # fmt: skip
 
 
@@ -36,6 +36,17 @@ class GainRecord(TypedDict, total=False):
     real: bool
     paired: int | None
     """On how many batches the two were compared one by one; None (or missing) where by their medians."""
+
+
+class DisturbedRecord(TypedDict, total=False):
+    """One process that something else on the machine slowed down. Its samples are recorded and in no interval."""
+
+    process: int
+    """Its place in `tokens_per_s.processes`."""
+    ratio: float
+    """Its median rate over that of the others."""
+    again: int
+    """How many processes were measured beyond the planned ones for it."""
 
 
 class RungRecord(TypedDict, total=False):
@@ -72,6 +83,8 @@ class RungRecord(TypedDict, total=False):
     parity: ParityRecord | None
     life: RecordedLife | None
     """None (or missing) where no life was tried."""
+    disturbed: SkipValidation[DisturbedRecord | None]
+    """None (or missing) where no process was."""
     gain: SkipValidation[GainRecord | None]
     total_gain: SkipValidation[GainRecord | None]
     claim: SkipValidation[dict[str, Any] | None]
@@ -93,6 +106,9 @@ class LadderRecord(TypedDict, total=False):
     view: Required[Annotated[str, one_of("cumulative", "alone", "left_out")]]
     started: Required[str]
     finished: SkipValidation[str | None]
+    trials_s: SkipValidation[float]
+    """How long the trials and lives of the rungs took together, whatever lay between them. Missing in older records, whose
+    `started` and `finished` may be those of the last session."""
     machine: Required[dict[str, Any]]
     ceilings: SkipValidation[dict[str, Any] | None]
     peaks: SkipValidation[dict[str, float] | None]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rush.lab.ladder.findings import RungState, verdict_of
+from rush.lab.ladder.findings import RungState, disturbed_of, verdict_of
 from rush.lab.ladder.interactions import interactions
 from rush.lab.ladder.ladder_file import Addition
 from rush.lab.parity.judge import loosest
@@ -25,6 +25,7 @@ def _state(
 
 
 FASTER, SLOWER, SAME = Ratio(1.5, 1.4, 1.6), Ratio(0.8, 0.7, 0.9), Ratio(1.0, 0.98, 1.02)
+WIDE = Ratio(1.22, 0.998, 1.35)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,11 @@ FASTER, SLOWER, SAME = Ratio(1.5, 1.4, 1.6), Ratio(0.8, 0.7, 0.9), Ratio(1.0, 0.
         ("equal", FASTER, 100, "equal and faster"),
         ("equal", SAME, 100, "no gain"),
         ("equal", SLOWER, 100, "slower"),
+        ("equal", WIDE, 100, "cannot tell"),
+        ("equal", WIDE, 60, "equal and smaller"),
+        ("different", WIDE, 100, "different"),
+        ("not judged", WIDE, 100, "cannot tell"),
+        ("equal", None, 100, "cannot tell"),
         ("equal", SLOWER, 60, "equal and smaller"),
         ("equal", SAME, 97, "no gain"),
         ("different", FASTER, 100, "faster but different"),
@@ -43,10 +49,26 @@ FASTER, SLOWER, SAME = Ratio(1.5, 1.4, 1.6), Ratio(0.8, 0.7, 0.9), Ratio(1.0, 0.
     ],
 )
 def test_the_verdict_follows_from_gain_parity_and_memory(
-    parity: str, gain: Ratio, memory: int, expected: str
+    parity: str, gain: Ratio | None, memory: int, expected: str
 ) -> None:
     base = _state()
     assert verdict_of(_state(memory, parity, over=base), gain, smaller=0.05) == expected
+
+
+def _measured(rates: list[list[float]], num_again: int = 0) -> RungState:
+    outcomes = [
+        Outcome("ok", None, {"timing": {"step_tokens": 1, "samples_s": [1 / rate for rate in each]}})
+        for each in rates
+    ]
+    return RungState(None, "base", "base", None, outcomes, num_again=num_again)
+
+
+def test_the_record_names_the_disturbed_process_and_what_it_came_to() -> None:
+    found = disturbed_of(_measured([[100.0, 101.0], [60.0, 60.0], [99.0, 100.0], [101.0, 101.0]], 1))
+    assert found is not None
+    assert (found["process"], found["again"]) == (1, 1)
+    assert found["ratio"] == pytest.approx(60 / 100.5)
+    assert disturbed_of(_measured([[100.0], [97.0], [103.0]])) is None
 
 
 def test_a_technique_without_evidence_has_no_effect_however_fast_it_is() -> None:

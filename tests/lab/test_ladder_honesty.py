@@ -176,7 +176,7 @@ def test_three_views_and_the_search_for_a_batch_agree_on_what_was_measured(
 
 # Five per cent are seen on a quiet machine only: beside other tests on two cores they are not always.
 @pytest.mark.slow
-def test_a_planted_slowdown_of_five_per_cent_is_found_and_an_identical_recipe_is_no_gain(
+def test_a_planted_slowdown_of_five_per_cent_is_found_and_an_identical_recipe_is_not_called_a_gain(
     ladder_file: LadderFile, tmp_path: Path
 ) -> None:
     base = 'techniques = [{name = "steady", step_us = 60000}]'
@@ -184,7 +184,7 @@ def test_a_planted_slowdown_of_five_per_cent_is_found_and_an_identical_recipe_is
     path = ladder_file(['{"run.keep" = 3}', slower], base, processes=2, windows=6)
     record = climb(load_ladder(str(path)), tmp_path / "out", extra_techniques=[STEADY])
     _, same, slow = record["rungs"]
-    assert same["verdict"] == "no gain"
+    assert same["verdict"] in ("no gain", "cannot tell"), "the second where the machine was busy"
     assert slow["verdict"] == "slower"
     assert slow["gain"] is not None
     assert slow["gain"]["real"]

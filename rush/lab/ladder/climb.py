@@ -4,7 +4,7 @@ The first round goes up rung by rung, because whether a technique can run here d
 builds on: one that is unsupported, runs out of memory or crashes is left behind, and so is one that is seen to be
 unusable in its short life (`usable.py`): everything above it would be. Further rounds measure
 every rung again in a new process, all of them in turn, so that a machine that slowly grows hot or busy
-does so under all rungs alike. At the end the first rung is measured once more: what it moved is drift.
+does so under all rungs alike. A rung with a disturbed process is measured again, at most `MOST_AGAIN` times. At the end the first rung is measured once more: what it moved is drift.
 
 Three views of the same techniques, because they interact: `cumulative` (each on top of those before),
 `alone` (each on the base), `left_out` (each taken out of the top).
@@ -12,6 +12,7 @@ Three views of the same techniques, because they interact: `cumulative` (each on
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from rush.lab.ladder.ladder_file import Addition, LadderPlan, compose
 from rush.lab.ladder.limits import batch_curve, sequence_limits, stops_paying, tries
 from rush.lab.paired import floors_near, quotient
 from rush.lab.parity.judge import in_further_process, parity_with_plain
+from rush.lab.statistics import DISTURBED, Processes, disturbed, logs_of_medians
 from rush.lab.trial.found import TimingFound
 from rush.lab.trial.runner import Bench, open_bench
 from rush.lab.trial.timing import timed
@@ -33,6 +35,10 @@ from rush.recipe_io import write_toml
 from rush.records.ladder import FORMAT, LadderRecord, read_ladder, write_ladder
 from rush.records.lock import FolderLock
 from rush.training.corpus import open_corpus
+
+
+MOST_AGAIN = 2
+"""At most so many further processes of a rung in place of a disturbed one. Where that is not enough, the machine is busy."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,8 @@ class Climb:
         for number in range(1, self.plan.measure.processes):
             for state in worth_repeating(self.states, self.plan.measure.clear):
                 self._trial(state, number)
+        for state in self.states:
+            self._replace_disturbed(state)
         if self.first.measured:
             assert self.first.recipe is not None
             self._report(f"{self.first.name} again")
@@ -194,6 +202,12 @@ class Climb:
         self.done += 1
         self._report(state.name)
 
+    def _replace_disturbed(self, state: RungState) -> None:
+        """Further processes of a rung in place of a disturbed one. What was stored decides, so a resumed ladder does the same."""
+        while state.num_again < MOST_AGAIN and needs_another(state.processes, self.plan.measure.processes):
+            state.num_again += 1
+            self._trial(state, len(state.outcomes))
+
     def _run(self, state: RungState, number: int) -> None:
         """One more process of a rung; the first one also judges its parity."""
         assert state.recipe is not None
@@ -248,6 +262,7 @@ class Climb:
         measured += self.num_rungs - len(self.states)
         failed = sum(bool(state.outcomes) and not state.measured for state in self.states)
         total = measured * self.plan.measure.processes + failed + 1
+        total += sum(state.num_again for state in self.states)
         seconds = self.bench.seconds
         left = statistics.fmean(seconds) * (total - self.done) if seconds else None
         lives = [sum(part["seconds"] for part in state.life["parts"]) for state in self.states if state.life]
@@ -272,6 +287,7 @@ class Climb:
             "view": self.view,
             "started": self.started,
             "finished": self.finished,
+            "trials_s": self._trials_s(),
             "machine": self.bench.machine.to_dict(),
             "ceilings": self.bench.ceilings,
             "peaks": self.bench.peaks,
@@ -291,8 +307,25 @@ class Climb:
             "interactions": self.interactions,
         }
 
+    def _trials_s(self) -> float:
+        """How long all trials and lives of the rungs took, in whatever sessions."""
+        outcomes = [outcome for state in self.states for outcome in state.outcomes] + self.again
+        lives = [part["seconds"] for state in self.states if state.life for part in state.life["parts"]]
+        return sum(outcome.wall_s for outcome in outcomes) + sum(lives)
+
     def _again_timings(self) -> list[TimingFound]:
         return [o.found["timing"] for o in self.again if o.status == "ok" and "timing" in o.found]
+
+
+def needs_another(processes: Processes, planned: int) -> bool:
+    """Whether one of the processes of a rung seems disturbed and has not been replaced yet.
+
+    Of two that lie as far apart as a disturbed one does, nobody knows which it is: a third decides.
+    """
+    logs = logs_of_medians(processes)
+    if len(logs) == 2:
+        return abs(float(logs[0] - logs[1])) > -math.log1p(-DISTURBED)
+    return disturbed(logs) is not None and len(logs) - 1 < planned
 
 
 def worth_repeating(states: Sequence[RungState], clear: float | None) -> list[RungState]:

@@ -1,7 +1,8 @@
 """From trials to a rung of the record: figures, evidence, parity, gain and verdict.
 
 A speed without proof is not a finding. A rung whose technique is not seen in the profile has "no effect", whatever its tokens
-per second. A rung that is faster without parity is "faster but different". A gain is real only if its interval excludes zero.
+per second. A rung that is faster without parity is "faster but different". A gain is real only if its interval leaves 1 out;
+one that holds it is "no gain" where it is narrow and "cannot tell" where it is wide (`rush.records.gains`).
 A rung that cannot validate, sample, save or resume is "unusable", however fast.
 """
 
@@ -14,14 +15,25 @@ from typing import Any, cast
 
 from rush.lab.ladder.ladder_file import Addition
 from rush.lab.paired import Floors, Timed, compare, unevenness
-from rush.lab.statistics import Interval, Ratio, center, median_interval
+from rush.lab.statistics import (
+    ALONE_BY,
+    DISTURBED,
+    Interval,
+    Ratio,
+    center,
+    disturbed,
+    logs_of_medians,
+    median_interval,
+    undisturbed,
+)
 from rush.lab.trial.state import TrialState
 from rush.lab.trial.timing import KINDS, rates
 from rush.lab.trial.trial import Outcome
 from rush.models import Shape, flops_per_token
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
-from rush.records.ladder import GainRecord, RungRecord
+from rush.records.gains import TIGHT
+from rush.records.ladder import DisturbedRecord, GainRecord, RungRecord
 from rush.records.life import LifeRecord, broken, life_words
 from rush.records.typed import Measured
 
@@ -33,9 +45,12 @@ RESTLESS = 1.5
 FORMULAS = {
     "tokens_per_s": "tokens of one optimizer step, accumulation included, over the time of the step, the wait for "
     "data included; the median of the processes' medians",
-    "ci95": "bootstrap, 4000 draws: processes with replacement, then samples inside each",
+    "ci95": "bootstrap, 4000 draws: processes with replacement, then samples inside each; without a disturbed process",
+    "disturbed": f"one process of three or more that is over {100 * DISTURBED:g} % slower than every other of its recipe, and "
+    f"{ALONE_BY:g} times as far from them as they are from each other; its rung is measured again",
     "gain": "quotient of two medians; its interval is the bootstrap's, and at least what the spread between processes "
-    "of one recipe gives; real only if 1 is outside. Where both were timed on the same batches, and these hold unequal "
+    "of one recipe gives; real only if 1 is outside. Where 1 is inside, it is no gain if both ends are within "
+    f"{100 * TIGHT:g} % of 1, and cannot be told if not. Where both were timed on the same batches, and these hold unequal "
     "numbers of tokens, it is the median of the quotients batch by batch (`paired`: how many batches), the bootstrap draws "
     "batches and processes, and the spread between processes is computed from the same batches",
     "flops_per_token": "6 · matmul parameters (LM head included, input embedding not) + 6 · layers · hidden · sequence; 4 in place of the "
@@ -78,6 +93,8 @@ class RungState(TrialState):
     """None where it was not tried."""
     kept: bool = True
     """Whether the rungs above build on it."""
+    num_again: int = 0
+    """Processes beyond the planned ones, because one seemed disturbed."""
 
     @property
     def added(self) -> list[str]:
@@ -182,7 +199,8 @@ def verdict_of(state: RungState, gain: Ratio | None, smaller: float) -> str:
         return "equal and faster"
     if _is_smaller(state, smaller):
         return "equal and smaller" if parity == "equal" else "smaller but different"
-    return "slower" if gain is not None and gain.slower else "no gain"
+    # Not faster, by the first question above.
+    return gain.judged if gain is not None else "cannot tell"
 
 
 def _is_smaller(state: RungState, smaller: float) -> bool:
@@ -196,7 +214,7 @@ def _is_smaller(state: RungState, smaller: float) -> bool:
 def _nothing() -> RungRecord:
     keys = (
         "tokens_per_s", "step_ms", "tokens_kind", "mfu", "hfu", "ceiling_fraction", "peak_memory_bytes", "compile_s",
-        "warmup_s", "warmup_steps", "data_wait_ms", "gain", "total_gain", "breakdown_ms", "longest",
+        "warmup_s", "warmup_steps", "data_wait_ms", "gain", "total_gain", "breakdown_ms", "longest", "disturbed",
     )  # fmt: skip
     empty: dict[str, Any] = {**dict.fromkeys(keys), "environment": {}}
     return cast(RungRecord, empty)
@@ -216,6 +234,7 @@ def _figures(state: RungState, baselines: Baselines) -> RungRecord:
     again = _recomputed(state.recipe.shape(), work, state.outcomes[0].found.get("block_forwards"))
     figures: dict[str, Any] = {
         "tokens_per_s": measured(speed, state.processes),
+        "disturbed": disturbed_of(state),
         "step_ms": measured(median_interval(steps), steps),
         "tokens_kind": kinds,
         "mfu": mfu,
@@ -232,6 +251,20 @@ def _figures(state: RungState, baselines: Baselines) -> RungRecord:
         "environment": {**first["environment"], "steady": all(t["steady"] for t in timings)},
     }
     return cast(RungRecord, figures)
+
+
+def disturbed_of(state: RungState) -> DisturbedRecord | None:
+    """The disturbed process of a rung, by its place in `tokens_per_s.processes`."""
+    logs = logs_of_medians(state.processes)
+    found = disturbed(logs)
+    if found is None:
+        return None
+    median = statistics.median(state.processes[found])
+    return {
+        "process": found,
+        "ratio": median / center(undisturbed(state.processes)),
+        "again": state.num_again,
+    }
 
 
 def _work(state: RungState) -> float:
