@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from rush.techniques import Technique, conflict_reason, registry
-from rush.techniques.api.contract import MemoryEffect, Parity, Setting
+from rush.techniques.api.contract import Claim, MemoryEffect, Parity, Setting
 from rush.techniques.api.tolerances import CLOSE, STATISTICAL_END, STATISTICAL_LEARNED
 from rush.tune.moves import named
 
@@ -64,7 +64,7 @@ def page(technique: Technique) -> str:
             if (reason := conflict_reason(technique, registry()[name]))
         ),
         "## Claim",
-        f"{claim.metric}: {claim.gain:+.0%} ({claim.regime}). Source: {claim.source}. A claim is the authors'; "
+        f"{claim.metric}: {claim.gain:+.0%}{_over(claim)} ({claim.regime}). Source: {claim.source}. A claim is the authors'; "
         "`rush ladder` measures the gain on a machine.",
         "## Parity",
         f"{technique.parity.name}: {technique.parity.value}. {_tolerance(technique.parity)}",
@@ -78,6 +78,13 @@ def page(technique: Technique) -> str:
         rows = [f"| {effect.term} | {effect.value} | {effect.note} |" for effect in technique.work]
         parts += ["## Work", "\n".join(["| term | value | note |", "| --- | --- | --- |", *rows])]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _over(claim: Claim) -> str:
+    """What the claim is relative to, where it is not the recipe without the technique."""
+    if claim.relative_to == "the rung before":
+        return ""
+    return f" over {claim.relative_to if ' ' in claim.relative_to else f'`{claim.relative_to}`'}"
 
 
 def _effect(effect: MemoryEffect) -> str:

@@ -67,6 +67,10 @@ def ladder(
     if json:
         print_json(ladder.record)
         return
+    from rush.report.headlines import headline
+    from rush.report.ladder import read_ladder
+
+    typer.echo(headline(read_ladder(folder)))
     typer.echo(f"Record: {folder / 'ladder.json'}\nReport: {folder / 'report.html'}")
 
 
@@ -108,10 +112,15 @@ def compare(
 def _cell(rung: RungRecord | None) -> str:
     if rung is None:
         return "-"
-    speed, total = rung.get("tokens_per_s"), rung.get("total_gain")
+    from rush.records.gains import interval_of, judge, judged_again
+
+    speed, total, gain = (rung.get(key) for key in ("tokens_per_s", "total_gain", "gain"))
+    ends = interval_of(total)
     ratio = total.get("ratio") if isinstance(total, dict) else None
-    times = f" ×{ratio:.2f}" if isinstance(ratio, float) else ""
-    return f"{speed['median']:,.0f} tokens/s{times}, {rung['verdict']}" if speed else rung["verdict"]
+    real = isinstance(ratio, float) and ends is not None and judge(*ends) in ("faster", "slower")
+    times = f" ×{ratio:.2f}" if real else ""
+    verdict = judged_again(rung["verdict"], gain)
+    return f"{speed['median']:,.0f} tokens/s{times}, {verdict}" if isinstance(speed, dict) else verdict
 
 
 @contextmanager
@@ -190,6 +199,7 @@ def _title(progress: LadderProgress) -> str:
 def _caption(record: LadderRecord) -> str | None:
     lines = [
         *_drift(record),
+        *_disturbed(record),
         *_paired(record),
         *_lives(record),
         *map(_length, record["sequence_limits"] or ()),
@@ -222,6 +232,17 @@ def _drift(record: LadderRecord) -> list[str]:
         verdict = "within its interval"
     how = f" on {paired} paired batches" if (paired := drift.get("paired")) else ""
     return [f"the first rung measured again{how}: {moved} ({low} to {high}), {verdict}"]
+
+
+def _disturbed(record: LadderRecord) -> list[str]:
+    """The rungs with a disturbed process."""
+    found = [(rung["title"], rung.get("disturbed")) for rung in record.get("rungs", ())]
+    return [
+        f"{title}: one process was disturbed ({each['ratio']:.2f} of the others)"
+        f"{', measured again' if each['again'] else ''}"
+        for title, each in found
+        if each
+    ]
 
 
 def _paired(record: LadderRecord) -> list[str]:

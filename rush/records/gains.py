@@ -31,10 +31,20 @@ def judge(low: float, high: float) -> Judgement:
     return "no gain" if low >= 1 / (1 + TIGHT) and high <= 1 + TIGHT else "cannot tell"
 
 
-def judged_again(verdict: str, gain: Mapping[str, Any] | None) -> str:
+def interval_of(gain: Any) -> tuple[float, float] | None:
+    """The interval of a recorded gain; None where there is none, or the record holds something else."""
+    ends = gain.get("ci95") if isinstance(gain, Mapping) else None
+    if not isinstance(ends, list) or len(ends) != 2:
+        return None
+    if not all(isinstance(end, int | float) and not isinstance(end, bool) for end in ends):
+        return None
+    return float(ends[0]), float(ends[1])
+
+
+def judged_again(verdict: str, gain: Any) -> str:
     """A rung's verdict by the rule of now, from the interval its record holds; the recorded word where that decides nothing."""
-    ends = (gain or {}).get("ci95")
-    if not isinstance(ends, list) or len(ends) != 2 or not all(isinstance(end, int | float) for end in ends):
+    ends = interval_of(gain)
+    if ends is None:
         return verdict
     found = judge(*ends)
     if verdict in SPEED_VERDICTS:

@@ -15,8 +15,9 @@ from markupsafe import Markup
 
 from rush.errors import RecipeError
 from rush.files import write_atomic
+from rush.records.gains import judge
 from rush.report import bars, formatting
-from rush.report.ladder import LadderView, MeasureView, RungView, read_ladder
+from rush.report.ladder import LadderView, RungView, careful_ratio, read_ladder
 from rush.report.page import flattened, render
 
 
@@ -105,20 +106,14 @@ def groups(ladders: Sequence[LadderView]) -> list[RungGroup]:
     return found
 
 
-def careful_ratio(value: MeasureView, base: MeasureView) -> tuple[float, float | None, float | None]:
-    """value / base with the widest interval that the two intervals allow."""
-    low = value.low / base.high if value.low is not None and base.high else None
-    high = value.high / base.low if value.high is not None and base.low else None
-    return value.median / base.median, low, high
-
-
 def _against(base: RungView | None, rung: RungView | None, at: int) -> str:
     if at == 0 or base is None or rung is None or base.speed is None or rung.speed is None:
         return ""
     ratio, low, high = careful_ratio(rung.speed, base.speed)
     if low is None or high is None:
         return f"{formatting.ratio(ratio)} of A"
-    tail = ", cannot tell" if low <= 1 <= high else ""
+    judged = judge(low, high)
+    tail = {"cannot tell": ", cannot tell", "no gain": ", no difference"}.get(judged, "")
     return f"{formatting.ratio(ratio)} of A ({formatting.digits(low)} to {formatting.digits(high)}{tail})"
 
 

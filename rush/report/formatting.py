@@ -142,10 +142,15 @@ def moment(text: str | None) -> str:
 
 def elapsed(start: str | None, end: str | None) -> str | None:
     """How long it took, None when one of the times is missing."""
+    found = elapsed_s(start, end)
+    return None if found is None else seconds(found)
+
+
+def elapsed_s(start: str | None, end: str | None) -> float | None:
     first, last = _parsed(start), _parsed(end)
     if first is None or last is None or last < first:
         return None
-    return seconds((last - first).total_seconds())
+    return (last - first).total_seconds()
 
 
 def _parsed(text: str | None) -> datetime | None:

@@ -1,8 +1,9 @@
 """What the numbers mean, in words: verdicts, the headline, claims against findings, warnings.
 
-A verdict never rests on color alone: it has a sign of its own and its words. A speed counts as the
-ladder's result only when the model still learns the same and can be trained with, so the headline names the
-fastest *equal* and usable rung and says it apart when something faster was neither.
+A verdict never rests on color alone: it has a sign of its own and its words. The highest median is not the ladder's
+result: of ten rungs that change nothing one is always the fastest. The headline names only a rung that was judged *equal
+and faster* than the one before it, whose cumulative gain is real too, and that can be trained with; it says it apart when
+something really faster was not equal or not usable.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from rush.records.gains import TIGHT
 from rush.report import formatting
 from rush.report.ladder import LadderView, RungView
 from rush.report.lenient import Json, shown, text, whole
@@ -36,7 +38,8 @@ VERDICTS = {
     "equal and smaller": VerdictStyle("good", "shrink", "learns the same in less memory"),
     "faster but different": VerdictStyle("caution", "unequal", "faster, but what it learns differs from the reference"),
     "smaller but different": VerdictStyle("caution", "unequal", "less memory, but what it learns differs from the reference"),
-    "no gain": VerdictStyle("plain", "level", "took effect and learns the same; the difference is within noise"),
+    "no gain": VerdictStyle("plain", "level", f"not faster: the whole interval is within {100 * TIGHT:g} % of no change"),
+    "cannot tell": VerdictStyle("plain", "query", "the interval is too wide to tell a gain from none, or from a loss"),
     "slower": VerdictStyle("caution", "down", "took effect, and costs speed here"),
     "no effect": VerdictStyle("caution", "ring", "was switched on but left no trace in the profile"),
     "unsupported": VerdictStyle("plain", "barred", "cannot run on this machine or with this recipe"),
@@ -48,6 +51,7 @@ VERDICTS = {
     "unusable": VerdictStyle("bad", "barred", "was measured, but cannot validate, sample, save or resume"),
 }  # fmt: skip
 _UNKNOWN = VerdictStyle("plain", "dot", "")
+_NOT_TIMED = ("unsupported", "out of memory", "crashed", "timed out", "diverged")
 
 
 def verdict_of(rung: RungView) -> VerdictStyle:
@@ -58,10 +62,25 @@ def learns_the_same(rung: RungView) -> bool:
     return rung.verdict == "baseline" or (rung.parity is not None and rung.parity.verdict == "equal")
 
 
-def fastest(rungs: tuple[RungView, ...], *, equal: bool) -> RungView | None:
-    """The fastest measured rung that can be trained with; with `equal`, among those that learn the same."""
-    able = [r for r in rungs if r.status == "ok" and r.usable and (learns_the_same(r) or not equal)]
-    return _fastest(able)
+def credited(ladder: LadderView) -> RungView | None:
+    """The fastest rung whose gain over the rung before and over the first are both real, that learns the same and can be used."""
+    real = [r for r in ladder.rungs if r.verdict == "equal and faster" and learns_the_same(r) and _ahead(r)]
+    return _fastest(rung for rung in real if rung.usable)
+
+
+def together(ladder: LadderView) -> RungView | None:
+    """Where no single rung is credited: the highest that was built upon, if all up to it gain together.
+
+    One rung, named before anything was measured: the best of many would be ahead by chance.
+    """
+    built = [r for r in ladder.rungs if r.kept and r.status == "ok" and r.usable and learns_the_same(r)]
+    top = next((rung for rung in reversed(built) if rung.verdict != "no gain"), None)
+    return top if top and ladder.view == "cumulative" and _ahead(top) else None
+
+
+def _ahead(rung: RungView) -> bool:
+    """Whether its cumulative gain is real."""
+    return rung.status == "ok" and rung.total_gain is not None and rung.total_gain.judged == "faster"
 
 
 def _fastest(rungs: Iterable[RungView]) -> RungView | None:
@@ -82,72 +101,124 @@ class HeadlineFigure:
 
 
 def headline(ladder: LadderView) -> str:
-    """One or two sentences: from where to where, and whether the result stayed the same."""
-    first, best = first_measured(ladder), fastest(ladder.rungs, equal=True)
+    """Two or three sentences: from where to where, whether the result stayed the same, and what was faster and is no result."""
+    first, best = first_measured(ladder), credited(ladder)
     if first is None or first.speed is None:
         return "No rung has been measured yet."
-    if best is None or best is first or best.speed is None:
-        sentence = (
-            f"{first.title} makes {formatting.speed(first.speed.median)}; nothing equal was faster here."
-        )
-    else:
-        gain = _cumulative(best, best.speed.median / first.speed.median)
+    begin = f"{first.title} makes {formatting.speed(first.speed.median)}"
+    top = best or together(ladder)
+    if best and best.speed:
         sentence = (
             f"From {first.title} at {formatting.speed(first.speed.median)} to {best.title} at "
-            f"{formatting.speed(best.speed.median)}: {formatting.ratio(gain)}, and the model still learns the same."
+            f"{formatting.speed(best.speed.median)}: {formatting.ratio(_cumulative(best))}, and the model still learns the same."
         )
-    other = fastest(ladder.rungs, equal=False)
-    reached = best.speed.median if best and best.speed else 0.0
-    if other and other.speed and other is not best and other.speed.median > reached:
-        apart = (
-            "learns differently"
-            if other.parity and other.parity.verdict == "different"
-            else "is not proven equal"
+    elif top:
+        sentence = (
+            f"{begin}. No single rung is faster beyond noise; together those up to {top.title} make "
+            f"{formatting.ratio(_cumulative(top))}, and the model still learns the same."
         )
-        sentence += f" {other.title} reached {formatting.speed(other.speed.median)} but {apart}."
-    unusable = _fastest(rung for rung in ladder.rungs if not rung.usable)
+    else:
+        sentence = f"{begin}; {_nothing_faster(ladder)}"
+    reached = top.speed.median if top and top.speed else 0.0
+    return " ".join([sentence, *_faster_and_no_result(ladder, reached)])
+
+
+def _nothing_faster(ladder: LadderView) -> str:
+    """Where nothing is credited: whether that is a finding, or nothing could be told."""
+    tried = [rung for rung in ladder.rungs if rung.verdict not in ("baseline", *_NOT_TIMED)]
+    open_ = [rung for rung in tried if rung.verdict == "cannot tell"]
+    if not tried:
+        return "nothing else was measured."
+    if not open_:
+        return "nothing was found faster here that learns the same."
+    of = "of all rungs" if len(open_) == len(tried) else f"of {len(open_)} of {len(tried)} rungs"
+    return f"nothing was found faster here that learns the same, but {of} this cannot be told: their intervals are too wide."
+
+
+def _faster_and_no_result(ladder: LadderView, reached: float) -> list[str]:
+    """What was really faster than the rung that is credited, and learns differently, is not proven, or cannot be used."""
+    sentences = []
+    able = [rung for rung in ladder.rungs if _ahead(rung) and rung.speed]
+    other = _fastest(r for r in able if r.usable and not learns_the_same(r))
+    if other and other.speed and other.speed.median > reached:
+        different = other.parity is not None and other.parity.verdict == "different"
+        apart = "learns differently" if different else "is not proven equal"
+        sentences.append(f"{other.title} reached {formatting.speed(other.speed.median)} but {apart}.")
+    unusable = _fastest(rung for rung in able if not rung.usable)
     if unusable and unusable.speed and unusable.speed.median > reached:
-        sentence += (
-            f" {unusable.title} reached {formatting.speed(unusable.speed.median)} but cannot be trained with."
-        )
-    return sentence
+        speed = formatting.speed(unusable.speed.median)
+        sentences.append(f"{unusable.title} reached {speed} but cannot be trained with.")
+    return sentences
 
 
 def figures(ladder: LadderView) -> list[HeadlineFigure]:
-    first, best = first_measured(ladder), fastest(ladder.rungs, equal=True)
+    """The large numbers: the gain only where one is credited, the others of that rung, or of the first."""
+    first, best = first_measured(ladder), credited(ladder)
+    shown_rung = best or first
     found: list[HeadlineFigure] = []
-    if first and first.speed and best and best.speed:
-        if best is not first:
-            found.append(_gain_figure(best, _cumulative(best, best.speed.median / first.speed.median)))
-        found.append(HeadlineFigure(formatting.si(best.speed.median), ladder.rate, best.title))
-        if best.mfu is not None:
-            found.append(
-                HeadlineFigure(formatting.share(best.mfu), "of the datasheet peak (MFU)", best.title)
-            )
-        elif best.ceiling_fraction is not None:
-            found.append(
-                HeadlineFigure(
-                    formatting.share(best.ceiling_fraction), "of the measured matmul ceiling", best.title
-                )
-            )
-        if best.peak_memory_bytes:
-            found.append(HeadlineFigure(formatting.size(best.peak_memory_bytes), "peak memory", best.title))
+    if best:
+        found.append(_gain_figure(best))
+    if shown_rung and shown_rung.speed:
+        name = shown_rung.title
+        found.append(HeadlineFigure(formatting.si(shown_rung.speed.median), ladder.rate, name))
+        if shown_rung.mfu is not None:
+            share = formatting.share(shown_rung.mfu)
+            found.append(HeadlineFigure(share, "of the datasheet peak (MFU)", name))
+        elif shown_rung.ceiling_fraction is not None:
+            share = formatting.share(shown_rung.ceiling_fraction)
+            found.append(HeadlineFigure(share, "of the measured matmul ceiling", name))
+        if shown_rung.peak_memory_bytes:
+            found.append(HeadlineFigure(formatting.size(shown_rung.peak_memory_bytes), "peak memory", name))
     done = sum(rung.status == "ok" for rung in ladder.rungs)
     found.append(HeadlineFigure(f"{done} of {len(ladder.rungs)}", "rungs measured", ""))
     return found
 
 
-def _cumulative(best: RungView, by_medians: float) -> float:
-    """The gain over the first rung; compared batch by batch it is not the quotient of the two medians."""
-    total = best.total_gain
-    return total.ratio if total and total.paired else by_medians
+def _cumulative(best: RungView) -> float:
+    """The gain over the first rung, the one its interval belongs to. (Compared batch by batch it is not the quotient of the
+    two medians.)"""
+    assert best.total_gain is not None
+    return best.total_gain.ratio
 
 
-def _gain_figure(best: RungView, ratio: float) -> HeadlineFigure:
+def _gain_figure(best: RungView) -> HeadlineFigure:
     total = best.total_gain
-    known = total is not None and total.low is not None and total.high is not None
-    bounds = f"{formatting.ratio(total.low)} to {formatting.ratio(total.high)}" if total and known else ""
-    return HeadlineFigure(formatting.ratio(ratio), "faster, learning the same", bounds)
+    assert total is not None
+    bounds = f"{formatting.ratio(total.low)} to {formatting.ratio(total.high)}"
+    return HeadlineFigure(formatting.ratio(total.ratio), "faster, learning the same", bounds)
+
+
+def took(ladder: LadderView) -> str:
+    """How long it was measured, as far as the record says.
+
+    A ladder may be measured in several sessions, days apart. Newer records have the sum of their trials. In older ones
+    `started` and `finished` may be those of the last session: where the steps alone took longer, only that is said.
+    """
+    if ladder.trials_s:
+        return f"its trials took {formatting.seconds(ladder.trials_s)}"
+    steps = sum(_steps_s(rung) for rung in ladder.rungs)
+    elapsed = formatting.elapsed_s(ladder.started, ladder.finished)
+    if elapsed is not None and elapsed >= steps:
+        return f"took {formatting.seconds(elapsed)}"
+    return (
+        f"its steps alone took {formatting.seconds(steps)}, in several sessions"
+        if elapsed is not None
+        else ""
+    )
+
+
+def _steps_s(rung: RungView) -> float:
+    """Seconds of compiling, warming up and of one timed step in each sample: the least that the rung can have taken."""
+    timed = sum(rung.step.samples) / 1000 if rung.step else 0.0
+    return timed + max(0.0, rung.compile_s or 0.0) + max(0.0, rung.warmup_s or 0.0)
+
+
+def disturbed_words(rung: RungView) -> str:
+    """What is said of a disturbed process; nothing where there was none."""
+    if rung.disturbed is None:
+        return ""
+    then = "measured again" if rung.disturbed.again else "it is in no interval"
+    return f"One process was disturbed: {formatting.digits(rung.disturbed.ratio)} of the others; {then}."
 
 
 def machine_name(machine: Mapping[str, Json]) -> str:
@@ -169,88 +240,6 @@ def machine_name(machine: Mapping[str, Json]) -> str:
     if len(rows) == 1:
         return f"{name}{f' ({space})' if space else ''}"
     return f"{len(rows)} × {name}{f' ({space} each)' if space else ''}"
-
-
-@dataclass(frozen=True)
-class ClaimCheck:
-    """A claim beside its finding, both as ratios of the same quantity."""
-
-    rung: RungView
-    claimed: float | None
-    found: float | None
-    low: float | None
-    high: float | None
-    outcome: str
-    sign: str
-    tone: str
-    what: str
-
-
-def compare_claim(ladder: LadderView, rung: RungView) -> ClaimCheck | None:
-    """The authors' claim against what was measured; None when there is no claim."""
-    claim = rung.claim
-    if claim is None:
-        return None
-    claimed = None if claim.gain is None else 1 + claim.gain
-    what = {"tokens_per_s": "speed", "peak_memory_bytes": "peak memory"}.get(claim.metric, claim.metric)
-    found, low, high = _finding(ladder, rung, claim.metric)
-    if found is None:
-        measurable = claim.metric in ("tokens_per_s", "peak_memory_bytes")
-        outcome = "not measured" if measurable else "not measured as such"
-        return ClaimCheck(rung, claimed, None, None, None, outcome, "ring", "plain", what)
-    outcome, sign, tone = _outcome(
-        claimed, found, low, high, less_is_better=claim.metric == "peak_memory_bytes"
-    )
-    return ClaimCheck(rung, claimed, found, low, high, outcome, sign, tone, what)
-
-
-def effects(ladder: LadderView, rung: RungView) -> str:
-    """What the rung changed here, whatever its claim is about: speed, memory, waiting for data."""
-    before = ladder.rung(rung.gain.over) if rung.gain else None
-    sentences = []
-    if rung.gain:
-        chance = ", within noise" if rung.gain.real is False else ""
-        sentences.append(f"speed {formatting.change(rung.gain.ratio)}{chance}")
-    if before and before.peak_memory_bytes and rung.peak_memory_bytes:
-        sentences.append(
-            f"peak memory {formatting.change(rung.peak_memory_bytes / before.peak_memory_bytes)}"
-        )
-    if before and rung.claim and "data" in rung.claim.metric:
-        waits = (formatting.milliseconds(before.data_wait_ms), formatting.milliseconds(rung.data_wait_ms))
-        sentences.append(f"waiting for data {waits[0]} before, {waits[1]} now")
-    return f"Here: {'; '.join(sentences)}." if sentences else ""
-
-
-def _finding(
-    ladder: LadderView, rung: RungView, metric: str
-) -> tuple[float | None, float | None, float | None]:
-    """The measured ratio of the claim's quantity against the rung it is compared with."""
-    if metric == "tokens_per_s" and rung.gain:
-        return rung.gain.ratio, rung.gain.low, rung.gain.high
-    before = ladder.rung(rung.gain.over) if rung.gain else None
-    if metric == "peak_memory_bytes" and before and before.peak_memory_bytes and rung.peak_memory_bytes:
-        return rung.peak_memory_bytes / before.peak_memory_bytes, None, None
-    return None, None, None
-
-
-def _outcome(
-    claimed: float | None, found: float, low: float | None, high: float | None, *, less_is_better: bool
-) -> tuple[str, str, str]:
-    """The words, sign and tone for a finding beside its claim; both ends of the interval are heard."""
-    if claimed is None or claimed <= 0:
-        return "no figure to compare", "ring", "plain"
-    worse, better = low or found, high or found
-    if less_is_better:
-        claimed, found, worse, better = 1 / claimed, 1 / found, 1 / better, 1 / worse
-    if better >= claimed and (claimed <= 1 or worse > 1):
-        return "as claimed or better", "up", "good"
-    if claimed <= 1:
-        return "costs more than claimed", "down", "caution"
-    if worse <= 1 <= better:
-        return "not seen here", "level", "plain"
-    return (
-        ("less than claimed", "level", "caution") if found > 1 else ("the opposite here", "down", "caution")
-    )
 
 
 def warnings(ladder: LadderView) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, AliasPath, BeforeValidator, Field, PlainValidator, TypeAdapter
 
 from rush.records import ladder
+from rush.records.gains import Judgement, judge, judged_again
 from rush.records.life import life_words
 from rush.report import lenient
 from rush.report.lenient import Json, items, shown, table, text, word
@@ -32,6 +33,13 @@ class MeasureView:
     processes: lenient.Rows = ()
 
 
+def careful_ratio(value: MeasureView, base: MeasureView) -> tuple[float, float | None, float | None]:
+    """value / base with the widest interval that the two intervals allow."""
+    low = value.low / base.high if value.low is not None and base.high else None
+    high = value.high / base.low if value.high is not None and base.low else None
+    return value.median / base.median, low, high
+
+
 Measure = lenient.OrNone[lenient.Bounded[MeasureView]]
 
 
@@ -46,6 +54,19 @@ class GainView:
     )
     paired: lenient.Whole = None
     """On how many batches the two were compared one by one; None where by their medians."""
+
+    @property
+    def judged(self) -> Judgement:
+        """What its interval says; without an interval nothing can be told."""
+        return judge(self.low, self.high) if self.low is not None and self.high is not None else "cannot tell"
+
+
+@dataclass(frozen=True)
+class DisturbedView:
+    """A process that something else slowed down: what part of the others' speed it had, and how often it was measured again."""
+
+    ratio: lenient.PositiveNumber
+    again: lenient.Whole = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +104,8 @@ class ClaimView:
     gain: lenient.Real = None
     regime: lenient.Text = None
     source: lenient.Text = None
+    relative_to: lenient.Text = None
+    """None in older records."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +173,7 @@ class RungView:
     parity: lenient.OrNone[ParityView] = None
     life: lenient.OrNone[Annotated[LifeView, BeforeValidator(_life)]] = None
     """None where it was not tried, as in records of earlier versions."""
+    disturbed: lenient.OrNone[DisturbedView] = None
     gain: lenient.OrNone[lenient.Bounded[GainView]] = None
     total_gain: lenient.OrNone[lenient.Bounded[GainView]] = None
     claim: lenient.OrNone[ClaimView] = None
@@ -211,10 +235,14 @@ def _others(ceilings: Json) -> dict[str, Json]:
 
 
 def _numbered(rungs: Json) -> list[dict[str, Any]]:
+    """The rungs with their place, and with the verdict that the rule of now reads from the recorded interval."""
     rows = []
     for index, row in enumerate(map(table, items(rungs)), start=1):
         name = text(row.get("name")) or f"rung {index}"
-        rows.append({**row, "index": index, "name": name, "title": text(row.get("title")) or name})
+        verdict = judged_again(text(row.get("verdict")) or "", table(row.get("gain")))
+        rows.append(
+            {**row, "index": index, "name": name, "title": text(row.get("title")) or name, "verdict": verdict}
+        )
     return rows
 
 
@@ -228,6 +256,7 @@ class LadderView:
     view: Annotated[str, word("cumulative")]
     started: lenient.Text
     finished: lenient.Text = None
+    trials_s: lenient.Positive = None
     machine: lenient.Table = field(default_factory=dict)
     matmul: Annotated[lenient.Rates, under("ceilings", "matmul")] = field(default_factory=dict)
     copy_bytes_per_s: Annotated[lenient.Positive, under("ceilings", "copy_bytes_per_s")] = None

@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from rush.files import write_atomic
 from rush.records.ladder import LADDER
-from rush.report import bars, curves, formatting, headlines, roofline
+from rush.report import bars, claims, curves, formatting, headlines, roofline
 from rush.report.ladder import LadderView, RungView, read_ladder
 from rush.report.lenient import Json, real, shown, text
 from rush.report.svg import tag
@@ -46,7 +46,7 @@ def report_page(ladder: LadderView) -> str:
         for rung in ladder.rungs
         if rung.parity and (drawing := curves.loss_overlay(rung.parity, rung.title))
     ]
-    claim_axis, claims = _claims(ladder)
+    claim_axis, checked = _claims(ladder)
     return render(
         "report.html",
         title=f"{ladder.name} · ladder",
@@ -79,7 +79,7 @@ def report_page(ladder: LadderView) -> str:
         roofline=roofline.rooflines(ladder),
         positions=roofline.positions(ladder),
         claim_axis=claim_axis,
-        claims=claims,
+        claims=checked,
         lines=_recipe_lines(ladder),
         used_verdicts=[name for name in headlines.VERDICTS if any(r.verdict == name for r in ladder.rungs)],
     )
@@ -93,9 +93,9 @@ def _absolute(rung: RungView, slowest: float) -> Markup | None:
     return bars.breakdown_bar(rung, 100 * per_thousand / slowest)
 
 
-def _claims(ladder: LadderView) -> tuple[Markup, list[tuple[headlines.ClaimCheck, Markup]]]:
+def _claims(ladder: LadderView) -> tuple[Markup, list[tuple[claims.ClaimCheck, Markup]]]:
     """The common axis, and every claim beside its finding."""
-    found = [row for rung in ladder.rungs if (row := headlines.compare_claim(ladder, rung))]
+    found = [row for rung in ladder.rungs if (row := claims.compare_claim(ladder, rung))]
     ratios = [
         v for row in found for v in (row.claimed, row.found, row.low, row.high) if v is not None and v > 0
     ]
@@ -187,7 +187,13 @@ def render(template: str, styles: Sequence[str] = ("style.css",), **values: Any)
         lstrip_blocks=True,
     )
     environment.globals.update(
-        formatting=formatting, headlines=headlines, bars=bars, curves=curves, badge=badge, many=MANY_PANELS
+        formatting=formatting,
+        headlines=headlines,
+        effects=claims.effects,
+        bars=bars,
+        curves=curves,
+        badge=badge,
+        many=MANY_PANELS,
     )
     return environment.get_template(template).render(
         policy=policy, style=Markup(style), script=Markup(script), **values

@@ -180,7 +180,8 @@ def test_one_disturbed_process_of_six_does_not_hide_a_loss_of_fifteen_per_cent()
 
 
 @pytest.mark.parametrize(
-    "noise", ["one disturbed", "every tenth disturbed", pytest.param("restless rungs", marks=pytest.mark.slow)]
+    "noise",
+    ["one disturbed", "every tenth disturbed", pytest.param("restless rungs", marks=pytest.mark.slow)],
 )
 def test_recipes_that_are_the_same_give_false_gains_in_at_most_five_per_cent(noise: str) -> None:
     rng = np.random.default_rng(23)
@@ -213,5 +214,7 @@ def test_on_quiet_machines_the_rule_about_disturbed_processes_changes_nothing() 
         (0.9, 1.01, "cannot tell"), (0.6, 1.4, "cannot tell"), (0.97, 1.03, "cannot tell"), (1.0, 1.01, "no gain"),
     ],
 )  # fmt: skip
-def test_an_interval_around_one_is_no_gain_only_where_it_is_narrow(low: float, high: float, word: str) -> None:
+def test_an_interval_around_one_is_no_gain_only_where_it_is_narrow(
+    low: float, high: float, word: str
+) -> None:
     assert Ratio((low * high) ** 0.5, low, high).judged == word

@@ -92,7 +92,7 @@ def test_a_fast_rung_that_cannot_validate_is_not_recommended_and_the_one_below_i
     assert said.endswith("but cannot be trained with.")
     assert "it cannot validate: the validation after step 2 failed" in page
     assert "Life: ok: trained, validated, sampled, saved and resumed." in page
-    best = headlines.fastest(ladder.rungs, equal=False)
+    best = headlines.credited(ladder)
     assert best is not None
     assert best.name == below["name"]
 

@@ -9,8 +9,16 @@ import pytest
 
 from rush.errors import DataError, RecipeError
 from rush.records import ladder as record
-from rush.report import compare, headlines, write_comparison
-from rush.report.ladder import ClaimView, GainView, LadderView, MeasureView, RungView, read_ladder
+from rush.report import claims, compare, headlines, write_comparison
+from rush.report.ladder import (
+    ClaimView,
+    GainView,
+    LadderView,
+    MeasureView,
+    RungView,
+    careful_ratio,
+    read_ladder,
+)
 from rush.report.symbols import SIGNS
 from tests.report import made_up
 from tests.report.test_report_page import Reader
@@ -40,17 +48,20 @@ def test_the_headline_names_the_fastest_equal_rung_and_what_was_faster_but_diffe
 
 def test_a_rung_without_a_parity_verdict_never_becomes_the_headline(ladder: LadderView) -> None:
     unproven = replace(ladder.rungs[6], parity=None, title="Unproven", speed=MeasureView(9e9))
-    found = headlines.fastest((*ladder.rungs, unproven), equal=True)
+    more = replace(ladder, rungs=(*ladder.rungs, unproven))
+    found = headlines.credited(more)
     assert found is not None
     assert found.title == "Batch of 8 rows"
-    said = headlines.headline(replace(ladder, rungs=(*ladder.rungs, unproven)))
+    said = headlines.headline(more)
     assert "Unproven reached" in said
     assert "is not proven equal" in said
 
 
 def test_a_rung_that_took_no_effect_is_not_the_fastest_either(ladder: LadderView) -> None:
-    idle = replace(ladder.rungs[6], status="no_effect", speed=MeasureView(9e9))
-    assert headlines.fastest((idle,), equal=False) is None
+    idle = replace(
+        ladder.rungs[6], status="no_effect", verdict="no effect", title="Idle", speed=MeasureView(9e9)
+    )
+    assert "Idle" not in headlines.headline(replace(ladder, rungs=(*ladder.rungs, idle)))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +71,8 @@ def test_a_rung_that_took_no_effect_is_not_the_fastest_either(ladder: LadderView
         ("tokens_per_s", 0.75, 1.73, (1.70, 1.76), "as claimed or better"),
         ("tokens_per_s", 0.75, 1.40, (1.38, 1.42), "less than claimed"),
         ("tokens_per_s", 0.03, 1.00, (0.99, 1.01), "not seen here"),
-        ("tokens_per_s", 0.03, 1.01, (0.99, 1.04), "not seen here"),
+        ("tokens_per_s", 0.03, 1.01, (0.99, 1.02), "not seen here"),
+        ("tokens_per_s", 0.30, 1.08, (0.90, 1.28), "cannot tell"),
         ("tokens_per_s", 0.10, 0.90, (0.88, 0.92), "the opposite here"),
         ("tokens_per_s", -0.25, 0.80, (0.79, 0.81), "as claimed or better"),
         ("tokens_per_s", -0.25, 0.60, (0.59, 0.61), "costs more than claimed"),
@@ -77,7 +89,7 @@ def test_a_claim_is_compared_with_the_interval_of_its_own_quantity(
         ladder.rungs[1], claim=ClaimView(metric, claimed, None, None), gain=GainView(ratio, *ci, "before", True),
         peak_memory_bytes=50.0,
     )  # fmt: skip
-    found = headlines.compare_claim(replace(ladder, rungs=(base, rung)), rung)
+    found = claims.compare_claim(replace(ladder, rungs=(base, rung)), rung)
     assert found is not None
     assert found.outcome == outcome
 
@@ -121,7 +133,7 @@ def test_batches_that_differ_are_not_called_a_busy_machine(ladder: LadderView) -
 
 
 def test_the_headline_takes_the_gain_compared_batch_by_batch(ladder: LadderView) -> None:
-    best = headlines.fastest(ladder.rungs, equal=True)
+    best = headlines.credited(ladder)
     assert best is not None
     assert best.total_gain is not None
     told = replace(best, total_gain=replace(best.total_gain, ratio=7.77, low=7.7, high=7.8, paired=12))
@@ -156,7 +168,7 @@ def test_a_comparison_calls_a_difference_only_when_the_intervals_are_apart(ladde
     assert first.against_first == ""
     assert "cannot tell" in second.against_first
     assert third.against_first == "×1.50 of A (1.44 to 1.56)"
-    assert compare.careful_ratio(MeasureView(150.0, 147.0, 153.0), MeasureView(100.0, 98.0, 102.0))[1:] == (
+    assert careful_ratio(MeasureView(150.0, 147.0, 153.0), MeasureView(100.0, 98.0, 102.0))[1:] == (
         147 / 102,
         153 / 98,
     )

@@ -36,7 +36,6 @@ from rush.records.ladder import FORMAT, LadderRecord, read_ladder, write_ladder
 from rush.records.lock import FolderLock
 from rush.training.corpus import open_corpus
 
-
 MOST_AGAIN = 2
 """At most so many further processes of a rung in place of a disturbed one. Where that is not enough, the machine is busy."""
 

@@ -181,6 +181,7 @@ def declared(recipe: Recipe) -> dict[str, Any]:
                 "gain": known[name].claim.gain,
                 "regime": known[name].claim.regime,
                 "source": known[name].claim.source,
+                "relative_to": known[name].claim.relative_to,
             },
         }
         for name, _ in recipe.technique_uses()

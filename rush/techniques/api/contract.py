@@ -72,6 +72,9 @@ class Claim:
     source: str
     of_memory: bool = False
     """Whether the metric is memory, rather than time or traffic."""
+    relative_to: str = "the rung before"
+    """What the gain is over: the recipe without the technique (`the rung before` of a ladder), `plain fp32`, `the base` of a
+    ladder, or the technique of this name. A report compares the claim with the gain over that."""
 
 
 @dataclass(frozen=True)

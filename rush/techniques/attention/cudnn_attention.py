@@ -138,6 +138,7 @@ technique = api.Technique(
         0.75,
         regime="up to, on an H100, over FlashAttention 2",
         source="PyTorch 2.5 release notes, October 2024",
+        relative_to="flash_attention",
     ),
     parity=api.Parity.CLOSE,
     evidence=attention_ran(kernels=("cudnn",), ops=("scaled_dot_product_cudnn_attention",)),

@@ -121,6 +121,7 @@ technique = api.Technique(
         -0.15,
         regime="backward, against FlashAttention 2 on an A100 (−10 % forward)",
         source="PyTorch blog, FlexAttention, August 2024",
+        relative_to="flash_attention",
     ),
     parity=api.Parity.CLOSE,
     compiles=lambda knobs: True,

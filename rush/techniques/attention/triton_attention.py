@@ -80,6 +80,7 @@ technique = api.Technique(
         regime="Triton's tutorial kernel against FlashAttention 2: forward, causal, head dim 64, sequence 8192 "
         "(+14 % backward; slower than it at head dim 128)",
         source="a user's measurements in Triton's issue 5437, December 2024; the GPU is not named",
+        relative_to="flash_attention",
     ),
     parity=api.Parity.CLOSE,
     evidence=evidence,

@@ -132,6 +132,7 @@ technique = api.Technique(
         -0.90,
         regime="against checkpointing everything, models of 22B to 1T parameters",
         source="Korthikanti et al. 2022, arXiv:2205.05198",
+        relative_to="checkpoint_full",
     ),
     parity=api.Parity.EXACT,
     evidence=evidence,

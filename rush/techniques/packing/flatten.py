@@ -47,6 +47,7 @@ technique = api.Technique(
         1.0,
         regime="up to, over padding, where lengths vary as in FLAN; less where they are alike",
         source="Hugging Face blog, Packing with Flash Attention 2, August 2024; Kundu et al. 2024, arXiv:2407.09105",
+        relative_to="pad",
     ),
     parity=api.Parity.CLOSE,
     evidence=evidence,

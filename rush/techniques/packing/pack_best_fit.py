@@ -41,6 +41,7 @@ technique = api.Technique(
         1.0,
         regime="sequences a second, BERT pretraining at sequence 512, where half of the tokens were padding",
         source="Krell et al. 2021, arXiv:2107.02027; best fit: Ding et al. 2024, arXiv:2404.10830",
+        relative_to="the base",
     ),
     parity=api.Parity.CLOSE,
     evidence=evidence,

@@ -31,6 +31,7 @@ technique = api.Technique(
         2.5,
         regime="Llama-3.2-1B, sequence 2048, batch 1, one A100, from plain fp32 (×3.5)",
         source="a widely read hand-made ladder; see docs/sources.md",
+        relative_to="plain fp32",
     ),
     parity=api.Parity.CLOSE,
     evidence=matmuls_in("bfloat16", weights="float32"),

@@ -87,6 +87,7 @@ technique = api.Technique(
         15.0,
         regime="fp16 tensor cores of an A100 against its fp32 units: 312 TFLOP/s dense against 19.5",
         source="NVIDIA A100 Tensor Core GPU datasheet; Micikevicius et al. 2017, arXiv:1710.03740",
+        relative_to="plain fp32",
     ),
     parity=api.Parity.CLOSE,
     evidence=evidence,

@@ -58,6 +58,7 @@ technique = api.Technique(
         7.0,
         regime="fp32 matmul on an A100: 156 TFLOP/s dense against 19.5",
         source="NVIDIA A100 Tensor Core GPU datasheet",
+        relative_to="plain fp32",
     ),
     parity=api.Parity.CLOSE,
     evidence=evidence,
