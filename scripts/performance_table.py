@@ -1,33 +1,34 @@
 """Write the README's performance tables and picture from the records in results/: `python scripts/performance_table.py`.
 
-Every figure comes from a `models.json` or `kernels.json` that the benches wrote; nothing is typed by hand. Of a recipe or
-a kernel that was measured more than once on such a machine, the later record counts. Recipes go by what they measured, not by the
-name they had. What a record calls equal is judged again by
-the rule of now from the losses it holds, since rules become stricter when they are found out. The tables stand between two marks
-in README.md, with docs/pictures/beside-baselines.svg above them; without results it says so.
+Every figure comes from a `models.json` or `kernels.json` that the benches wrote; nothing is typed by hand. What was measured
+more than once is one row: the median of all records, not the best or the last (`rush.bench.combine`). The tables stand
+between two marks in README.md, with docs/pictures/beside-baselines.svg above them; without results it says so.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rush.bench.workloads import FILE, load_workloads  # noqa: E402
+from rush.bench.combine import (  # noqa: E402
+    CombinedRecord,
+    combined,
+    kernel_targets,
+    machine_kind,
+    model_records,
+    title_of,
+)
 from rush.records.kernels import read_kernels  # noqa: E402
-from rush.records.models import ModelRecord, read_models  # noqa: E402
-from rush.report import headlines  # noqa: E402
+from rush.records.models import ModelRecord  # noqa: E402
+from rush.records.targets import CLOSE_CALL, target_word  # noqa: E402
 from rush.report.baseline_picture import BaselinePair, beside_picture  # noqa: E402
-from rush.report.kernels import PASS_WORDS, reached_words  # noqa: E402
+from rush.report.kernels import PASS_WORDS, reached_of, reached_words  # noqa: E402
 from rush.report.models import lengths, table  # noqa: E402
-from rush.techniques import Parity  # noqa: E402
-from rush.techniques.api.tolerances import PerturbedRun, judge  # noqa: E402
 
 PICTURE = ROOT / "docs" / "pictures" / "beside-baselines.svg"
 BEGIN, END = "<!-- performance: begin, by scripts/performance_table.py -->", "<!-- performance: end -->"
@@ -49,135 +50,79 @@ def performance(results: Path) -> str:
     return in_terms_of_now("\n".join(parts)) if parts else "Nothing has been measured yet.\n"
 
 
+NOTE = (
+    "A row is the median of all records of its workload, recipe (techniques with their knobs) and kind of machine; its interval "
+    "is a bootstrap over the records, and inside each over its own interval. Records of a recipe that had other techniques under the "
+    "same name are linked as former. A close call is reached, but its interval reaches "
+    "beyond what was wanted.\n"
+)
+
+
 def _models(results: Path) -> list[str]:
     parts = []
-    for where, found in _by_machine(_measured(results)).items():
-        tables = [(row, path) for path, record in found for row in table(record)]
-        # A search for the longest that did not come to its end has found none.
-        longest = [(row, path) for path, record in found if record["finished"] for row in lengths(record)]
-        if tables:
-            parts.append(
-                f"Whole runs on {where}, ours beside the baseline in the same command; each verdict leads to its record.\n"
+    for where, rows in combined(results).items():
+        parts.append(f"Whole runs on {where}, ours beside the baseline in the same command. {NOTE}")
+        head = (
+            "workload",
+            "baseline",
+            "ours",
+            "ratio (95 %)",
+            "wanted",
+            "peak memory",
+            "parity",
+            "verdict",
+            "records",
+        )
+        parts.append(
+            _markdown(
+                head, [(*table(row.record)[0][:6], *row.judged(), _row_links(row, results)) for row in rows]
             )
-            head = (
-                "workload",
-                "baseline",
-                "ours",
-                "ratio (95 %)",
-                "wanted",
-                "peak memory",
-                "parity",
-                "verdict",
-            )
-            parts.append(_markdown(head, _linked(tables, results)))
-        if longest:
-            parts.append(f"The longest sequence that fits, on {where}:\n")
-            columns = ("workload", "limit", "reached", "speed there", "peak memory", "published by others")
-            parts.append(_markdown(columns, [row for row, _ in longest]))
+        )
+    for where, found in _bymachine_kind(_longest(results)).items():
+        parts.append(f"The longest sequence that fits, on {where}:\n")
+        columns = ("workload", "limit", "reached", "speed there", "peak memory", "published by others")
+        parts.append(_markdown(columns, [row for _, record in found for row in lengths(record)]))
     return parts
 
 
-def _by_names_of_now(record: ModelRecord) -> ModelRecord:
-    """What was measured has the name that the list of workloads gives these techniques now: recipes change, records do not."""
-    known = tomllib.loads(FILE.read_text(encoding="utf-8"))["workloads"]
-    for work in record["workloads"]:
-        listed = load_workloads([work["name"]])[0].ours if work["name"] in known else ()
-        names = {_identity(ours.recipe.techniques): ours.name for ours in listed}
-        for ours in work.get("ours", ()):
-            measured = _identity(tomllib.loads(ours["rung"]["recipe"]).get("techniques", []))
-            ours["rung"]["name"] = names.get(measured, ours["rung"]["name"])
-    return record
-
-
-def _identity(techniques: Sequence[str | Mapping[str, Any]]) -> tuple[str, ...]:
-    """Techniques with their knobs, in any order."""
-    entries = ({"name": entry} if isinstance(entry, str) else entry for entry in techniques)
-    return tuple(sorted(json.dumps(entry, sort_keys=True) for entry in entries))
-
-
-def _judged_again(record: ModelRecord) -> ModelRecord:
-    """With what was called equal and is not by the rule of now."""
-    for work in record["workloads"]:
-        for ours in work.get("ours", ()):
-            found = ours["rung"].get("parity") or {}
-            if found.get("verdict") != "equal" or found.get("class") != Parity.STATISTICAL.name:
-                continue
-            norms = found["grad_norms"], found["reference_grad_norms"]
-            perturbed = PerturbedRun(found["twin_losses"], norms[1]) if found.get("twin_losses") else None
-            curves = found["losses"], found["reference_losses"], *norms
-            judged = judge(Parity.STATISTICAL, "bfloat16", *curves, {}, perturbed)
-            if judged.verdict != "equal":
-                found["verdict"] = f"{judged.verdict}, judged again"
-                ours["target"] |= {"verdict": "missed: it learns something else"}
-    return record
-
-
-def _measured(results: Path) -> list[tuple[Path, ModelRecord]]:
-    """What counts of every record, one workload in each, in the order of the workloads."""
-    records = {
-        path: _judged_again(_by_names_of_now(read_models(path)))
-        for path in sorted(results.glob("*/models.json"))
-    }
-    latest = _latest(
-        records,
-        lambda record: [
-            _title(work["name"], ours["rung"]["name"])
-            for work in record["workloads"]
-            for ours in work.get("ours", ())
-        ],
-    )
-    order = list(tomllib.loads(FILE.read_text(encoding="utf-8"))["workloads"])
-    found: list[tuple[int, Path, ModelRecord]] = []
-    for path, record in records.items():
-        where = _machine(record["machine"])
-        for work in record["workloads"]:
-            counts = [
-                ours
-                for ours in work.get("ours", ())
-                if latest[where, _title(work["name"], ours["rung"]["name"])] == path
-            ]
-            one: ModelRecord = {**record, "workloads": [{**work, "ours": counts}]}
-            if counts or "longest" in work:
-                place = order.index(work["name"]) if work["name"] in order else len(order)
-                found.append((place, path, one))
-    return [(path, one) for _, path, one in sorted(found, key=lambda item: item[:2])]
+def _longest(results: Path) -> list[tuple[Path, ModelRecord]]:
+    """The searches for the longest sequence that came to their end: what came last is not yet the longest."""
+    found = [
+        (path, record) for path, record in model_records(results) if record["finished"] and lengths(record)
+    ]
+    return sorted(found, key=lambda item: item[1]["started"])
 
 
 def _kernels(results: Path) -> list[str]:
     parts = []
-    records = {path: read_kernels(path) for path in sorted(results.glob("*/kernels.json"))}
-    latest = _latest(records, lambda record: [op["op"] for op in record["ops"]])
-    for where, found in _by_machine(list(records.items())).items():
-        rows = [
-            (
-                (
-                    op["op"],
-                    target["size"],
-                    PASS_WORDS[target["step"]],
-                    target["what"],
-                    reached_words(target),
-                    target["verdict"],
-                ),
-                path,
-            )
-            for path, record in found
-            for op in record["ops"]
-            if latest[where, op["op"]] == path
-            for target in op["targets"]
-        ]
-        if rows:
-            reached = sum(row[-1] == "reached" for row, _ in rows)
-            open_ = sum(row[-1] == "not measured" for row, _ in rows)
-            parts.append(
-                f"Kernels on {where}: {reached} of {len(rows)} targets reached"
-                f"{f', {open_} not measured' if open_ else ''}.\n\n"
-                "<details><summary>Every kernel, size and pass</summary>\n"
-            )
-            in_order = sorted(rows, key=lambda row: row[0][0])
-            parts.append(
-                _markdown(
-                    ("kernel", "size", "pass", "target", "reached", "verdict"), _linked(in_order, results)
+    read = [(path, read_kernels(path)) for path in sorted(results.glob("*/kernels.json"))]
+    in_order = sorted(read, key=lambda item: item[1]["started"])
+    for where, found in _bymachine_kind(in_order).items():
+        rows: list[Sequence[str]] = []
+        words = []
+        for op in sorted({op["op"] for _, record in found for op in record["ops"]}):
+            measured = [(path, one) for path, record in found for one in record["ops"] if one["op"] == op]
+            same = [(path, one) for path, one in measured if one.get("key") == measured[-1][1].get("key")]
+            for target, paths in kernel_targets(same):
+                words.append(target_word(target))
+                links = _links(paths, results)
+                rows.append(
+                    (
+                        op,
+                        target["size"],
+                        PASS_WORDS[target["step"]],
+                        target["what"],
+                        reached_words(target),
+                        words[-1],
+                        links,
+                    )
                 )
+        if rows:
+            parts.append(
+                f"Kernels on {where}: {reached_of(words)}.\n\n<details><summary>Every kernel, size and pass</summary>\n"
+            )
+            parts.append(
+                _markdown(("kernel", "size", "pass", "target", "reached", "verdict", "records"), rows)
             )
             parts.append("</details>\n")
     return parts
@@ -186,60 +131,52 @@ def _kernels(results: Path) -> list[str]:
 def pairs(results: Path) -> dict[str, list[BaselinePair]]:
     """By machine, what was asked for and measured, for the picture."""
     found: dict[str, list[BaselinePair]] = {}
-    for _, record in _measured(results):
-        for work in record["workloads"]:
-            for ours in work["ours"]:
-                rung, target = ours["rung"], ours["target"]
-                if target.get("reached") is None:
-                    continue
-                peaks = [side.get("peak_memory_bytes") for side in (rung, work["rival"])]
-                memory = peaks[0] / peaks[1] if all(peaks) else None
-                found.setdefault(_machine(record["machine"]), []).append(
-                    BaselinePair(
-                        _title(work["name"], rung["name"]),
-                        work["rival"]["title"],
-                        target["reached"],
-                        *target["ci95"],
-                        target["at_least"],
-                        memory,
-                        _short(target),
-                    )
+    for where, rows in combined(results).items():
+        for row in rows:
+            rung, target, rival = row.ours["rung"], dict(row.ours["target"]), row.work["rival"]
+            if target.get("reached") is None:
+                continue
+            peaks = [side.get("peak_memory_bytes") for side in (rung, rival)]
+            memory = peaks[0] / peaks[1] if peaks[0] and peaks[1] else None
+            low, high = target["ci95"]
+            found.setdefault(where, []).append(
+                BaselinePair(
+                    title_of(row.work["name"], rung["name"]),
+                    rival["title"],
+                    target["reached"],
+                    low,
+                    high,
+                    target["at_least"],
+                    memory,
+                    _short(target),
                 )
+            )
     return found
-
-
-def _title(workload: str, name: str) -> str:
-    """What tells ours apart from all others: its name, with the workload's where several have that name (`qlora`)."""
-    return name if name.startswith(workload) else f"{workload}: {name}"
 
 
 def _short(target: Mapping[str, Any]) -> str:
-    memory = target.get("memory", {}).get("verdict", "reached")
-    if target["verdict"] == memory:
-        return str(memory)
-    return "memory missed" if memory == "missed" else str(target["verdict"])
+    """One verdict of speed and memory: the worse of the two."""
+    speed = target_word(target)
+    memory = target_word(target["memory"]) if "memory" in target else "reached"
+    if memory == "missed" and speed != "missed":
+        return "memory missed"
+    return speed if memory != CLOSE_CALL or speed != "reached" else CLOSE_CALL
 
 
-def _by_machine(records: Sequence[tuple[Path, Any]]) -> dict[str, list[tuple[Path, Any]]]:
+def _bymachine_kind(records: Sequence[tuple[Path, Any]]) -> dict[str, list[tuple[Path, Any]]]:
     found: dict[str, list[tuple[Path, Any]]] = {}
     for path, record in records:
-        found.setdefault(_machine(record["machine"]), []).append((path, record))
+        found.setdefault(machine_kind(record["machine"]), []).append((path, record))
     return found
 
 
-def _linked(rows: Sequence[tuple[Sequence[str], Path]], results: Path) -> list[Sequence[str]]:
-    """The rows, each with its last word as a link to the record."""
-    return [(*row[:-1], f"[{row[-1]}]({_link(path, results)})") for row, path in rows]
+def _row_links(row: CombinedRecord, results: Path) -> str:
+    former = f"; former recipes {_links(row.former, results)}" if row.former else ""
+    return _links(row.paths, results) + former
 
 
-def _latest(records: Mapping[Path, Any], names: Callable[[Any], list[str]]) -> dict[tuple[str, str], Path]:
-    """For each machine and name, the record that counts."""
-    in_order = sorted(records.items(), key=lambda item: item[1]["started"])
-    return {(_machine(record["machine"]), name): path for path, record in in_order for name in names(record)}
-
-
-def _machine(machine: dict[str, object]) -> str:
-    return f"{headlines.machine_name(machine)}, torch {machine.get('torch')}"
+def _links(paths: Sequence[Path], results: Path) -> str:
+    return ", ".join(f"[{at}]({_link(path, results)})" for at, path in enumerate(paths, start=1))
 
 
 def _link(path: Path, results: Path) -> str:

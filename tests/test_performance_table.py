@@ -34,25 +34,115 @@ def test_every_workload_and_target_is_a_row(script: Any, tmp_path: Path) -> None
     assert "| 1.250× (1.240 to 1.260) | ≥ 1.2× |" in text
     assert "`gpt2-124m-fast`: 681k tokens/s" in text
     assert "4 of 8 targets reached" in text
+    assert "A row is the median of all records" in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == (2 + 3) + (2 + 8)
     assert len({line.count("|") for line in lines[:5]}) == 1
 
 
-def test_what_was_measured_twice_stands_there_once_as_it_was_measured_last(
+def _write(results: Path, **records: Any) -> None:
+    """Each under its name; whether it is of models or kernels shows by its keys."""
+    for name, record in records.items():
+        (results / name).mkdir()
+        kind = "kernels" if "ops" in record else "models"
+        (results / name / f"{kind}.json").write_text(json.dumps(record))
+
+
+def _measured(ratio: float, ends: tuple[float, float], started: str, **target: Any) -> Any:
+    """A record of one workload, `gpt2-124m-fast` beside its baseline."""
+    record = made.models()
+    record["started"] = started
+    (work,) = record["workloads"]
+    ours = work["ours"][0]
+    found = {**ours["target"], "reached": ratio, "ci95": list(ends), "why": None, **target}
+    record["workloads"] = [{**work, "ours": [{**ours, "target": found}]}]
+    return record
+
+
+def _row(text: str) -> list[str]:
+    (line,) = (line for line in text.splitlines() if "`gpt2-124m-fast`" in line)
+    return line.strip("| ").split(" | ")
+
+
+def test_what_was_measured_often_is_one_row_with_the_median_of_all_records(
     script: Any, tmp_path: Path
 ) -> None:
-    for name, make in (("models", made.models), ("kernels", made.kernels)):
-        later = make()
-        later["started"] = "2099-01-01T00:00:00+00:00"
-        for folder, record in (("a-later", later), ("earlier", make())):
-            (tmp_path / f"{folder}-{name}").mkdir()
-            (tmp_path / f"{folder}-{name}" / f"{name}.json").write_text(json.dumps(record))
+    """As found: of 1.71, 1.83, 1.505, 1.487 and 2.071 the last, which is the best, was shown."""
+    ratios = {"b": 1.71, "a": 1.83, "d": 1.505, "c": 1.487, "e": 2.071}
+    found = {
+        n: _measured(r, (r / 1.2, r * 1.2), f"2026-01-0{at}") for at, (n, r) in enumerate(ratios.items(), 1)
+    }
+    _write(tmp_path, **found)
+    row = _row(script.performance(tmp_path))
+    assert row[3].startswith("1.710× (")
+    low, high = map(float, row[3].split("(")[1].rstrip(")").split(" to "))
+    assert 1.3 < low < 1.6 < 1.83 < high < 2.3, "wider than the records' medians lie apart"
+    order = [link.split("](")[1].split("/")[1] for link in row[8].split(", ")]
+    assert order == ["b", "a", "d", "c", "e"], "all of them, in the order they were measured"
+
+
+@pytest.mark.parametrize(
+    ("ends", "why", "word"),
+    [
+        ((1.21, 1.30), None, "reached"),
+        ((1.19, 1.30), "a close call: the interval reaches below the target", "close call"),
+        ((1.19, 1.30), None, "close call"),
+    ],
+)
+def test_a_row_is_a_close_call_where_its_interval_reaches_below_what_was_wanted(
+    script: Any, tmp_path: Path, ends: tuple[float, float], why: str | None, word: str
+) -> None:
+    _write(tmp_path, one=_measured(1.25, ends, "2026-01-01", why=why, at_least=1.2, verdict="reached"))
+    assert _row(script.performance(tmp_path))[7] == word
+    (pairs,) = script.pairs(tmp_path).values()
+    assert [pair.verdict for pair in pairs] == [word]
+
+
+def test_two_records_that_contradict_each_other_reach_nothing_for_certain(
+    script: Any, tmp_path: Path
+) -> None:
+    one = _measured(1.10, (1.09, 1.11), "2026-01-01", verdict="missed", at_least=1.2)
+    other = _measured(1.40, (1.39, 1.41), "2026-01-02", verdict="reached", at_least=1.2)
+    _write(tmp_path, one=one, other=other)
+    row = _row(script.performance(tmp_path))
+    assert row[3].startswith("1.241×")
+    assert row[7] == "close call"
+
+
+def test_a_record_that_is_not_equal_is_in_no_median(script: Any, tmp_path: Path) -> None:
+    different = _measured(3.0, (2.9, 3.1), "2026-01-02", verdict="missed")
+    rung = different["workloads"][0]["ours"][0]["rung"]
+    rung["parity"] = {**rung["parity"], "verdict": "different"}
+    _write(tmp_path, equal=_measured(1.25, (1.24, 1.26), "2026-01-01"), different=different)
+    row = _row(script.performance(tmp_path))
+    assert row[3] == "1.250× (1.240 to 1.260)"
+    assert row[6] == "equal in 1 of 2 records"
+
+
+def test_a_recipe_that_had_other_techniques_before_is_not_averaged_with_them(
+    script: Any, tmp_path: Path
+) -> None:
+    former = _measured(1.1, (1.09, 1.11), "2026-01-01")
+    former["workloads"][0]["ours"][0]["rung"]["recipe"] = 'techniques = ["tf32"]'
+    _write(tmp_path, former=former, now=_measured(1.25, (1.24, 1.26), "2026-01-02"))
+    row = _row(script.performance(tmp_path))
+    assert row[3] == "1.250× (1.240 to 1.260)"
+    assert row[8].endswith("former recipes [1](" + f"{tmp_path.name}/former/models.json)")
+
+
+def test_kernels_are_combined_where_their_sources_are_the_same_and_the_latest_counts_where_not(
+    script: Any, tmp_path: Path
+) -> None:
+    first, second = made.kernels(), made.kernels()
+    first["started"], second["started"] = "2026-01-01", "2026-01-02"
+    _write(tmp_path, first=first, second=second)
     text = script.performance(tmp_path)
-    assert text.count("`gpt2-124m-fast`") == 1
     assert text.count("4 of 8 targets reached") == 1
-    assert "a-later-models/models.json" in text
-    assert "earlier-" not in text
+    assert text.count("[1](") == text.count("[2](") == 8
+    for op in first["ops"]:
+        op["key"] = "another"
+    (tmp_path / "first" / "kernels.json").write_text(json.dumps(first))
+    assert "first/kernels.json" not in script.performance(tmp_path)
 
 
 def test_a_later_record_of_one_workload_leaves_the_others_of_that_name(script: Any, tmp_path: Path) -> None:
@@ -95,7 +185,7 @@ def test_fine_tuning_shows_its_memory_and_its_longest_sequence(script: Any, tmp_
     (tmp_path / "models" / "models.json").write_text(json.dumps(made.finetuning()))
     text = script.performance(tmp_path)
     assert "| ≥ 1.15×, memory ≤ 0.9× |" in text
-    assert "| [reached; memory reached](" in text
+    assert "| reached; memory reached | [1](" in text
     assert "| 80 GB | 150,528 tokens | 2.10k tokens/s |" in text
     assert "342,733 (somebody)" in text
     unfinished = made.finetuning() | {"finished": None}
@@ -113,7 +203,7 @@ def test_the_picture_shows_every_pair_with_what_was_wanted(script: Any, tmp_path
     bars = [r for r in drawn.iter("{http://www.w3.org/2000/svg}rect") if r.get("class") == "bar speed"]
     (found,) = script.pairs(tmp_path).values()
     assert len(bars) == len(found)
-    assert {pair.verdict for pair in found} <= {"reached", "missed", "memory missed"}
+    assert {pair.verdict for pair in found} <= {"reached", "close call", "missed", "memory missed"}
 
 
 def test_the_picture_is_current(script: Any) -> None:

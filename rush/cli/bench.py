@@ -11,6 +11,7 @@ import typer
 
 from rush.cli.options import Device, Json
 from rush.cli.output import note, print_json, print_table
+from rush.records.targets import target_word
 
 if TYPE_CHECKING:
     from rush.records.kernels import KernelRecord, KernelRow
@@ -114,7 +115,7 @@ def _show_kernels(record: KernelRecord) -> None:
         if away:
             note(f"  not available: {', '.join(sorted(away))}")
     targets = [
-        [op["op"], t["size"], t["step"], t["what"], _reached(t), t["verdict"]]
+        [op["op"], t["size"], t["step"], t["what"], _reached(t), target_word(t)]
         for op in record["ops"]
         for t in op["targets"]
     ]
@@ -249,7 +250,8 @@ def _memory_row(target: dict[str, Any]) -> list[str]:
 
 
 def _verdict(target: dict[str, Any]) -> str:
-    return f"{target['verdict']}{': ' + target['why'] if target['why'] else ''}"[:90]
+    word, why = target_word(target), target["why"] or ""
+    return f"{word}{': ' + why.removeprefix('a close call: ') if why else ''}"[:90]
 
 
 def _show_longest(longest: LongestRecord, title: str) -> None:

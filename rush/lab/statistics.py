@@ -178,6 +178,25 @@ def _ratio(middle: float, drawn: Array, least: float, paired: int | None = None)
     return Ratio(math.exp(middle), math.exp(below), math.exp(above), paired)
 
 
+def pooled(records: Sequence[Ratio], seed: int = 0) -> Ratio:
+    """The median of the same ratio from several records, with an interval over all of them.
+
+    By the bootstrap again: records with replacement, then one value inside each one's own interval. So records that
+    contradict each other give a wide interval, however narrow their own.
+    """
+    if len(records) == 1:
+        return records[0]
+    rng = np.random.default_rng(seed)
+    middles = np.log([record.ratio for record in records])
+    below = middles - np.log([record.low for record in records])
+    above = np.log([record.high for record in records]) - middles
+    chosen = rng.integers(len(records), size=(DRAWS, len(records)))
+    steps = rng.normal(size=chosen.shape) / 1.96
+    drawn = np.median(middles[chosen] + steps * np.where(steps < 0, below[chosen], above[chosen]), axis=1)
+    middle = float(np.median(middles))
+    return _ratio(middle, _widened(drawn, middle, len(records)) - middle, 0.0)
+
+
 def middle_of_pairs(first: Array, second: Array) -> float:
     """The logarithm of the quotient: the median over batches for every two processes, then that over processes."""
     first, second = _undisturbed_rows(first), _undisturbed_rows(second)

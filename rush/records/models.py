@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 
 from rush.records.ladder import STATUSES, RecordedRung
 from rush.records.life import RecordedLife
+from rush.records.targets import target_word
 from rush.records.typed import RecordFile, one_of
 
 FORMAT = 1
@@ -138,9 +139,9 @@ def targets_of(record: ModelRecord) -> list[SpeedTarget]:
 
 
 def verdicts_of(record: ModelRecord) -> list[str]:
-    """One verdict for each thing that was wanted: of speed, and of memory where it was asked for."""
+    """One word for each thing that was wanted: of speed, and of memory where it was asked for."""
     return [
-        one["verdict"]
+        target_word(one)
         for target in targets_of(record)
         for one in (target, *([target["memory"]] if "memory" in target else []))
     ]

@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from rush.files import write_atomic
 from rush.records.kernels import KERNELS, KernelOp, KernelRecord, KernelRow, read_kernels
+from rush.records.targets import target_word
 from rush.report import formatting, headlines
 from rush.report.axes import x_axis, y_axis
 from rush.report.charts import PANEL, Chart, ChartLine, ChartPoint, draw_panel, scales
@@ -27,6 +28,7 @@ from rush.report.svg import path, tag, ticks, tooltip
 PASS_WORDS = {"forward": "forward", "backward": "backward", "both": "forward and backward"}
 TONES = {
     "reached": ("good", "up"),
+    "close call": ("caution", "query"),
     "missed": ("bad", "down"),
     "not measured": ("plain", "ring"),
     "equal": ("good", "dot"),
@@ -54,7 +56,6 @@ def write_kernel_report(folder: Path, html: Path) -> None:
 
 def kernel_page(record: KernelRecord) -> str:
     targets = [(op["op"], target) for op in record["ops"] for target in op["targets"]]
-    reached = sum(target["verdict"] == "reached" for _, target in targets)
     wrong = sorted(
         {_who(op, row) for op in record["ops"] for row in op["rows"] if _verdict(row) == "different"}
     )
@@ -66,7 +67,8 @@ def kernel_page(record: KernelRecord) -> str:
         machine_rows=flattened(record["machine"]) + flattened(record.get("ceilings") or {}, "ceilings"),
         ceilings=record.get("ceilings") or {},
         targets=targets,
-        reached=reached,
+        reached=reached_of([target_word(target) for _, target in targets]),
+        target_word=target_word,
         wrong=wrong,
         parts=[part_of(op) for op in record["ops"]],
         tones=TONES,
@@ -74,6 +76,14 @@ def kernel_page(record: KernelRecord) -> str:
         reached_words=reached_words,
         interpreted=record.get("interpreted", False),
     )
+
+
+def reached_of(words: Sequence[str]) -> str:
+    """How many targets were reached, and apart how many were a close call or not measured: `4 of 9 targets reached`."""
+    others = (("close call", "close calls"), ("not measured", "not measured"))
+    counts = [(words.count(one), one if words.count(one) == 1 else many) for one, many in others]
+    apart = "".join(f", {number} {word}" for number, word in counts if number)
+    return f"{words.count('reached')} of {formatting.plural(len(words), 'target')} reached{apart}"
 
 
 def _who(op: KernelOp, row: KernelRow) -> str:

@@ -13,8 +13,9 @@ from rush.files import write_atomic
 from rush.records.ladder import RungRecord
 from rush.records.life import life_words
 from rush.records.models import MODELS, LongestRecord, ModelRecord, WorkloadRecord, read_models, verdicts_of
+from rush.records.targets import target_word
 from rush.report import bars, formatting, headlines
-from rush.report.kernels import TONES
+from rush.report.kernels import TONES, reached_of
 from rush.report.ladder import MeasureView, measure
 from rush.report.page import flattened, render
 
@@ -47,8 +48,8 @@ def model_page(record: ModelRecord) -> str:
         machine=headlines.machine_name(record["machine"]),
         machine_rows=flattened(record["machine"]) + flattened(record.get("ceilings") or {}, "ceilings"),
         parts=[(workload, sides(workload)) for workload in record["workloads"]],
-        reached=verdicts.count("reached"),
-        targets=verdicts,
+        reached=reached_of(verdicts),
+        target_word=target_word,
         tones=TONES,
         longest_words=longest_words,
         life_words=life_words,
@@ -150,7 +151,7 @@ def wanted_words(target: dict[str, Any]) -> str:
 
 def verdict_words(target: dict[str, Any]) -> str:
     memory = target.get("memory")
-    return f"{target['verdict']}; memory {memory['verdict']}" if memory else str(target["verdict"])
+    return f"{target_word(target)}; memory {target_word(memory)}" if memory else target_word(target)
 
 
 def memory_ratio(target: dict[str, Any]) -> str:
