@@ -2,7 +2,8 @@
 
 Every figure comes from a `models.json` or `kernels.json` that the benches wrote; nothing is typed by hand. What was measured
 more than once is one row: the median of all records, not the best or the last (`rush.bench.combine`). The tables stand
-between two marks in README.md, with docs/pictures/beside-baselines.svg above them; without results it says so.
+between two marks in README.md, with docs/pictures/beside-baselines.svg above them; without results it says so. The
+picture of the classic climb, docs/pictures/llama-3.2-1b-h200.svg, is drawn too.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from rush.bench.combine import (  # noqa: E402
 from rush.records.kernels import read_kernels  # noqa: E402
 from rush.records.models import ModelRecord  # noqa: E402
 from rush.records.targets import CLOSE_CALL, target_word  # noqa: E402
+from rush.report import write_picture  # noqa: E402
 from rush.report.baseline_picture import BaselinePair, beside_picture  # noqa: E402
 from rush.report.kernels import PASS_WORDS, reached_of, reached_words  # noqa: E402
 from rush.report.models import lengths, table  # noqa: E402
 
 PICTURE = ROOT / "docs" / "pictures" / "beside-baselines.svg"
+LADDER = ROOT / "results" / "llama-3.2-1b-h200" / "ladder.json"
+LADDER_PICTURE = ROOT / "docs" / "pictures" / "llama-3.2-1b-h200.svg"
 BEGIN, END = "<!-- performance: begin, by scripts/performance_table.py -->", "<!-- performance: end -->"
 
 
@@ -203,6 +207,7 @@ def main() -> None:
         put(readme.read_text(encoding="utf-8"), performance(ROOT / "results")), encoding="utf-8"
     )
     PICTURE.write_text(drawn(ROOT / "results"), encoding="utf-8")
+    write_picture(LADDER, LADDER_PICTURE)
 
 
 def drawn(results: Path) -> str:

@@ -92,7 +92,8 @@ def _combined(records: Sequence[tuple[Path, ModelRecord]]) -> CombinedRecord:
     latest = records[-1][1]
     if len(counted) < 2:
         return CombinedRecord({**latest, "workloads": [last]}, paths, len(proved))
-    ours, targets = last["ours"][0], [dict(work["ours"][0]["target"]) for work in counted]
+    ours = last["ours"][0]
+    targets: list[dict[str, Any]] = [dict(work["ours"][0]["target"]) for work in counted]
     ratio = pooled([Ratio(target["reached"], *target["ci95"]) for target in targets])
     target = _retargeted(targets[-1], ratio.ratio, [ratio.low, ratio.high], proved=bool(proved))
     if "memory" in targets[-1]:

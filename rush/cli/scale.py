@@ -106,6 +106,9 @@ def scale(
     if json:
         print_json(record)
         return
+    from rush.report.scaling_words import headline
+
+    typer.echo(headline(record))
     typer.echo(f"Record: {folder / 'scale.json'}\nReport: {folder / 'report.html'}")
 
 

@@ -13,6 +13,7 @@ from rush.cli.ladder import minutes, resumable
 from rush.cli.options import Json, Overrides, RecipeName, complete_recipe
 from rush.cli.output import note, print_json
 from rush.ready import short_name
+from rush.records.gains import judge
 from rush.records.life import life_words
 from rush.records.tune import PLANNED, TuneRecord, short_names
 
@@ -144,7 +145,12 @@ def summary(record: TuneRecord) -> str:
     words = []
     if gain := winner["gain"]:
         low, high = gain["ci95"]
-        words.append(f"{gain['ratio']:.2f}× ({low:.2f} to {high:.2f}) the speed of the original recipe")
+        judged = {"no gain": ", no faster", "cannot tell": ", which cannot be told from none"}.get(
+            judge(low, high), ""
+        )
+        words.append(
+            f"{gain['ratio']:.2f}× ({low:.2f} to {high:.2f}) the speed of the original recipe{judged}"
+        )
     words.append(f"{winner['peak_memory_bytes'] / 2**30:.2f} GiB ({winner['memory_ratio']:.2f}×)")
     if "cost_per_million_tokens" in winner:
         words.append(f"{winner['cost_per_million_tokens']:.4g} per million tokens")
@@ -169,7 +175,8 @@ def _beside(winner: dict[str, Any]) -> str:
     for row in winner.get("beside", ()):
         if gain := row["gain"]:
             low, high = gain["ci95"]
-            sentences += f" {gain['ratio']:.3f}× ({low:.3f} to {high:.3f}) of {row['name']}."
+            judged = {"no gain": ", no difference", "cannot tell": ", cannot tell"}.get(judge(low, high), "")
+            sentences += f" {gain['ratio']:.3f}× ({low:.3f} to {high:.3f}) of {row['name']}{judged}."
         else:
             sentences += (
                 f" {row['name']} could not be timed here: {row['status'].replace('_', ' ')}, {row['reason']}"

@@ -124,6 +124,8 @@ class ScaleRecord(TypedDict, total=False):
     name: Required[str]
     started: Required[str]
     finished: SkipValidation[str | None]
+    trials_s: SkipValidation[float]
+    """How long all trials took together, whatever lay between them; missing in older records."""
     machine: Required[dict[str, Any]]
     base: Required[dict[str, Any]]
     devices: Required[list[int]]

@@ -103,7 +103,8 @@ def effects(ladder: LadderView, rung: RungView) -> str:
     if before and rung.claim and "data" in rung.claim.metric:
         waits = (formatting.milliseconds(before.data_wait_ms), formatting.milliseconds(rung.data_wait_ms))
         sentences.append(f"waiting for data {waits[0]} before, {waits[1]} now")
-    return f"Here: {'; '.join(sentences)}." if sentences else ""
+    over = f", over {before.title}" if before else ""
+    return f"Here{over}: {'; '.join(sentences)}." if sentences else ""
 
 
 def _finding(

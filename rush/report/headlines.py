@@ -194,17 +194,19 @@ def took(ladder: LadderView) -> str:
     A ladder may be measured in several sessions, days apart. Newer records have the sum of their trials. In older ones
     `started` and `finished` may be those of the last session: where the steps alone took longer, only that is said.
     """
-    if ladder.trials_s:
-        return f"its trials took {formatting.seconds(ladder.trials_s)}"
-    steps = sum(_steps_s(rung) for rung in ladder.rungs)
-    elapsed = formatting.elapsed_s(ladder.started, ladder.finished)
-    if elapsed is not None and elapsed >= steps:
+    return took_words(ladder.trials_s, ladder.started, ladder.finished, sum(map(_steps_s, ladder.rungs)))
+
+
+def took_words(trials_s: float | None, started: str | None, finished: str | None, steps_s: float) -> str:
+    """From the sum of the trials where it is recorded; from the clock where the steps alone did not take longer."""
+    if trials_s:
+        return f"its trials took {formatting.seconds(trials_s)}"
+    elapsed = formatting.elapsed_s(started, finished)
+    if elapsed is None:
+        return ""
+    if elapsed >= steps_s:
         return f"took {formatting.seconds(elapsed)}"
-    return (
-        f"its steps alone took {formatting.seconds(steps)}, in several sessions"
-        if elapsed is not None
-        else ""
-    )
+    return f"its steps alone took {formatting.seconds(steps_s)}, in several sessions"
 
 
 def _steps_s(rung: RungView) -> float:

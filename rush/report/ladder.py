@@ -182,6 +182,12 @@ class RungView:
     environment: lenient.Table = field(default_factory=dict)
 
     @property
+    def real_total(self) -> float | None:
+        """The cumulative gain, or loss, where it is beyond noise."""
+        total = self.total_gain
+        return total.ratio if total and total.judged in ("faster", "slower") else None
+
+    @property
     def usable(self) -> bool:
         """Whether nothing is known to keep it from being trained with."""
         return self.life is None or self.life.verdict != "broken"

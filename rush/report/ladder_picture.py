@@ -97,8 +97,8 @@ def _speed(rung: RungView, y: float, top: float) -> list[Markup]:
         marks += whisker(low, high, y + 15, 4)
         end = max(end, high)
     words = [formatting.speed(rung.speed.median)]
-    if rung.total_gain:
-        words.append(tag("tspan", formatting.ratio(rung.total_gain.ratio), class_="soft", dx=6))
+    if rung.real_total:
+        words.append(tag("tspan", formatting.ratio(rung.real_total), class_="soft", dx=6))
     marks.append(text_at(end + 7, y + 20, *words))
     return marks
 

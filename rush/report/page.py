@@ -61,7 +61,7 @@ def report_page(ladder: LadderView) -> str:
                     top,
                     rung.title,
                     kind="speed" if rung.kept else "speed tried",
-                    total=rung.total_gain.ratio if rung.total_gain else None,
+                    total=rung.real_total,
                 ),
                 bars.memory_bar(rung.peak_memory_bytes, memory, rung.title),
             )

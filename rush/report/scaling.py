@@ -22,6 +22,7 @@ from rush.report.compare import letter_of, series_of
 from rush.report.ladder import MeasureView, ParityView, measure, parity
 from rush.report.lenient import text
 from rush.report.page import flattened, render
+from rush.report.scaling_words import headline, pair_words, speed_of, took, warnings
 from rush.report.svg import path, tag, ticks, tooltip
 
 TONES = {
@@ -94,66 +95,9 @@ def scale_page(record: ScaleRecord) -> str:
             if any(p["verdict"] == name for p in record["points"])
         },
         memory_words=memory_words,
+        pair_words=pair_words,
+        took=took(record),
     )
-
-
-def headline(record: ScaleRecord) -> str:
-    """The study in a sentence: the fastest layout that learns the same on the most devices."""
-    equal = [
-        p
-        for p in record["points"]
-        if p["verdict"] == "equal" and p["tokens_per_s"] and "strong" in p["efficiency"] and p["devices"] > 1
-    ]
-    if not equal:
-        return "No layout on several devices has been measured that learns what one device learns."
-    most = max(point["devices"] for point in equal)
-    there = [p for p in equal if p["devices"] == most]
-    best = max(there, key=_speed)
-    found = best["efficiency"]["strong"]
-    low, high = found["ci95"]
-    level = [p["layout"] for p in there if p is not best and _interval(p)[1] >= _interval(best)[0]]
-    noise = f" Within the noise of this study, {' and '.join(level)} may be as fast." if level else ""
-    return (
-        f"On {most} devices {best['layout']} is the fastest that learns the same: {formatting.speed(_speed(best))}, "
-        f"{formatting.share(found['ratio'])} of what {most} devices could do ({formatting.share(low)} to {formatting.share(high)}).{noise}"
-    )
-
-
-def _interval(point: PointRecord) -> tuple[float, float]:
-    assert point["tokens_per_s"] is not None
-    low, high = point["tokens_per_s"]["ci95"]
-    return low, high
-
-
-def _speed(point: PointRecord) -> float:
-    speed = point["tokens_per_s"]
-    return speed["median"] if speed else 0.0
-
-
-def warnings(record: ScaleRecord) -> list[str]:
-    sentences = []
-    if record["machine"].get("device") == "cpu":
-        cores = record.get("threads_per_rank") or 1
-        sentences.append(
-            f"These ranks ran on a CPU, {formatting.plural(cores, 'core')} each, and talked through gloo: this shows that the machinery "
-            "works, and is no figure for GPUs."
-        )
-    if any(point.get("shared") for point in record["points"]):
-        sentences.append(
-            "Some ranks shared a device. They show that a layout learns the same; they have no speed."
-        )
-    drift = record.get("drift")
-    if drift and drift.get("flagged"):
-        sentences.append(
-            f"The first point was measured again at the end and had moved by {formatting.change(drift['ratio'])}."
-        )
-    elif drift and drift.get("restless"):
-        sentences.append(
-            "Batches differ, and the two measurements of the first point share too few of them to tell small differences."
-            if drift.get("uneven")
-            else "The machine was too busy to tell small differences; run the study again when nothing else runs."
-        )
-    return sentences
 
 
 def rows_of(record: ScaleRecord) -> list[LayoutRow]:
@@ -214,7 +158,7 @@ def figures_of(record: ScaleRecord, scaling: str) -> list[Chart]:
     ]
     first = ones[0] if ones else min(found, key=lambda point: point["devices"])
     predicted = [p for p in found if p.get("predicted_tokens_per_s")]
-    title, each = f"{scaling} scaling", _speed(first) / first["devices"]
+    title, each = f"{scaling} scaling", speed_of(first) / first["devices"]
     speeds = _picture(record["devices"], speed, title, each, predicted)
     shares = _picture(record["devices"], share, f"{title}, efficiency", None, [])
     return [

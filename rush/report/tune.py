@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
 from rush.files import write_atomic
+from rush.records.gains import judge
 from rush.records.tune import TUNE, CandidateRow, TuneRecord, read_tune, short_names
 from rush.report import formatting, headlines
 from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
@@ -66,6 +67,7 @@ def tune_page(record: TuneRecord) -> str:
         recipe=next((row["recipe"] for row in rows if row["state"] == "won"), ""),
         names=short_names(rows),
         tones=TONES,
+        beside_words=beside_words,
         used=[state for state in TONES if any(row["state"] == state for row in rows)],
     )
 
@@ -74,24 +76,58 @@ def headline(record: TuneRecord) -> str:
     winner = record["winner"]
     if winner is None:
         return "The search is not over."
-    parity = winner["parity"]
-    proof = f"learns the same as plain fp32: {parity['verdict']}" if parity else "not held against plain fp32"
-    if winner.get("life"):
-        proof += f"; short life {winner['life']['verdict']}"
+    proof = proof_words(winner)
     if winner["as_it_stood"]:
         return "Nothing that was tried is better and proved; the recipe stays as it was."
     if "sequence" in winner:
         return f"Sequences of {formatting.count(winner['sequence'])} tokens fit; {proof}."
     if record["objective"] == "memory":
         return f"{formatting.change(winner['memory_ratio'])} peak memory; {proof}."
-    return f"{formatting.ratio(winner['gain']['ratio'])} the speed of the unchanged recipe; {proof}."
+    return f"{gain_words(winner['gain'])}; {proof}."
+
+
+def proof_words(winner: Mapping[str, Any]) -> str:
+    """Whether the winner was proved to learn the same, and to live."""
+    parity, life = winner.get("parity"), winner.get("life")
+    found = parity["verdict"] if parity else None
+    proof = {
+        "equal": "learns the same as plain fp32",
+        "different": "does not learn the same as plain fp32",
+        None: "not held against plain fp32",
+    }.get(found, "whether it learns the same as plain fp32 is not judged")
+    return f"{proof}; short life {life['verdict']}" if life else proof
+
+
+def gain_words(gain: Mapping[str, Any] | None) -> str:
+    """The gain over the unchanged recipe, and what its interval says."""
+    if not gain:
+        return "Its gain over the unchanged recipe was not measured"
+    ratio = formatting.ratio_between(gain["ratio"], gain["ci95"])
+    match judge(*gain["ci95"]):
+        case "faster":
+            return f"{ratio} the speed of the unchanged recipe"
+        case "slower":
+            return f"Slower than the unchanged recipe: {ratio} its speed"
+        case "no gain":
+            return f"No faster than the unchanged recipe: {ratio} its speed"
+        case _:
+            return f"Whether it is faster than the unchanged recipe cannot be told: {ratio} its speed"
+
+
+def beside_words(gain: Mapping[str, Any] | None) -> str:
+    """The winner over a recipe made by hand; a word where it is not faster."""
+    if not gain:
+        return formatting.MISSING
+    said = {"no gain": ", no difference", "cannot tell": ", cannot tell"}.get(judge(*gain["ci95"]), "")
+    return formatting.ratio_between(gain["ratio"], gain["ci95"]) + said
 
 
 def _figures(record: TuneRecord) -> list[HeadlineFigure]:
     rows, winner = record["candidates"], record["winner"]
     found = []
     if winner is not None:
-        found.append(HeadlineFigure(formatting.speed(winner["tokens_per_s"]), "of the winner"))
+        who = "of the unchanged recipe" if winner["as_it_stood"] else "of the winner"
+        found.append(HeadlineFigure(formatting.speed(winner["tokens_per_s"]), who))
         found.append(HeadlineFigure(formatting.size(winner["peak_memory_bytes"]), "its peak memory"))
     if winner is not None and "cost_per_million_tokens" in winner:
         found.append(

@@ -254,6 +254,7 @@ class ScalingStudy:
             "name": self.plan.name,
             "started": self.started,
             "finished": self.finished,
+            "trials_s": sum(o.wall_s for o in [*self.again, *(o for p in tried for o in p.outcomes)]),
             "machine": self.bench.machine.to_dict(),
             "base": {"recipe": write_toml(self.plan.recipe), "digest": self.plan.recipe.digest},
             "devices": list(self.plan.devices),
