@@ -52,7 +52,8 @@ def _over_one(devices: int, low: float, high: float, ratio: float) -> str:
 
 def _without_speed(record: ScaleRecord) -> list[str]:
     """What can be said where no layout on several devices has a speed: who learns the same nevertheless."""
-    same = [p for p in record["points"] if p["devices"] > 1 and (p["parity"] or {}).get("verdict") == "equal"]
+    ran = [p for p in record["points"] if p["devices"] > 1 and p["verdict"] in ("equal", "shared device")]
+    same = [point for point in ran if (point["parity"] or {}).get("verdict") == "equal"]
     sentences = []
     for count in sorted({point["devices"] for point in same}):
         own = [point for point in same if point["devices"] == count]
