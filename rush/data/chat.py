@@ -1,83 +1,102 @@
 """Chat templates: render a conversation as text.
 
-A template is a Jinja program of an untrusted model, so it runs in Jinja's immutable sandbox: it can loop and format, and cannot
-reach Python attributes or change its input. Some templates mark the assistant's text with `{% generation %}` and
-`{% endgeneration %}`; `render` can write marks there.
+A template is a Jinja program of an untrusted model: it is rendered in the guarded child, with limits on time and memory
+(`rush/data/guarded`). Our own templates need no guard and are rendered here.
 """
 
 from __future__ import annotations
 
 import datetime
-import functools
-import json
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.parser
-from jinja2 import nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from rush.data.guarded import rendering
+from rush.data.guarded.process import Exhausted, Refused, ask
 from rush.errors import DataError
 
-
-def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` … `{% endgeneration %}`: the body between two marks (empty by default)."""
-
-    tags = {"generation"}  # noqa: RUF012 — Jinja's way to register a tag
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-        def mark(name: str) -> nodes.Output:
-            return nodes.Output([nodes.Name(name, "load")], lineno=line)
-
-        return [mark("generation_begins"), nodes.Scope(body, lineno=line), mark("generation_ends")]
-
-
-@functools.lru_cache(maxsize=8)
-def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    return environment.from_string(template)
+CPU_S, CPU_S_PER_MB = 0.5, 1.0
+MEMORY_BYTES, MEMORY_PER_BYTE = 1 << 30, 50
+REFUSES = "The chat template refuses this conversation"
+OWN: set[str] = set()
+"""The templates that come with rush."""
+_dead: dict[str, str] = {}
+"""Templates that reached a limit, with the message: they are not run again."""
 
 
 def render(
+    template: str, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **options: Any
+) -> str:
+    """Render a chat template; the options are those of `render_parts`."""
+    return render_parts(template, messages, [(len(messages), add_generation_prompt)], **options)[0]
+
+
+def render_parts(
     template: str,
-    messages: Sequence[dict[str, Any]],
-    add_generation_prompt: bool,
+    messages: Sequence[Mapping[str, Any]],
+    parts: Sequence[tuple[int, bool]],
     *,
+    tools: Sequence[Any] | None = None,
     date: datetime.date | None = None,
     marks: tuple[str, str] = ("", ""),
     **tokens: str | None,
-) -> str:
-    """Render a chat template. `tokens` are the special tokens it may use; missing ones are empty.
+) -> list[str]:
+    """One text per part: the first so many messages, with or without the generation prompt.
 
-    `date` is the current date for templates that write it; `marks` are written around `{% generation %}` blocks.
+    `tools` are the functions the model may call, as JSON schemas. `tokens` are the special tokens a template may use; missing
+    ones are empty. `date` is the current date for templates that write it; `marks` are written around `{% generation %}`.
     """
-    day = datetime.datetime.now() if date is None else datetime.datetime.combine(date, datetime.time())
-    known = {name: token or "" for name, token in tokens.items()}
+    arguments = {
+        "template": template,
+        "messages": list(messages),
+        "parts": list(parts),
+        "tools": None if tools is None else list(tools),
+        "date": None if date is None else date.isoformat(),
+        "marks": marks,
+        "tokens": {name: token or "" for name, token in tokens.items()},
+    }
+    texts: list[str] = _run(template, "render_parts", arguments, _size(messages, tools) * len(parts))
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                "The chat template writes half of a surrogate pair, which no encoding can write."
+            ) from error
+    return texts
+
+
+def reads_tools(template: str) -> bool:
+    """Whether a template looks at the variable `tools`."""
+    return bool(_run(template, "reads_tools", {"template": template}, len(template)))
+
+
+def _run(template: str, call: str, arguments: dict[str, Any], num_bytes: int) -> Any:
+    if template in OWN:
+        try:
+            return getattr(rendering, call)(**arguments)
+        except jinja2.TemplateError as error:
+            raise DataError(f"{REFUSES}: {str(error).rstrip('.')}.") from error
+    if template in _dead:
+        raise DataError(_dead[template])
     try:
-        return _compile(template).render(
-            messages=list(messages),
-            add_generation_prompt=add_generation_prompt,
-            strftime_now=day.strftime,
-            generation_begins=marks[0],
-            generation_ends=marks[1],
-            **known,
+        return ask(
+            "rendering",
+            call,
+            arguments,
+            cpu_s=CPU_S + CPU_S_PER_MB * num_bytes / 1e6,
+            memory_bytes=MEMORY_BYTES + MEMORY_PER_BYTE * num_bytes,
         )
-    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise DataError(f"The chat template refuses this conversation: {error}") from error
+    except Refused as error:
+        raise DataError(f"{REFUSES}: {str(error).rstrip('.')}.") from error
+    except Exhausted as error:
+        _dead[template] = (
+            f"The chat template {error} (allowed are {CPU_S:g} s and {MEMORY_BYTES >> 30} GiB, more for long "
+            "conversations). Use another template: set data.template to chatml, llama-3 or plain."
+        )
+        raise DataError(_dead[template]) from error
+
+
+def _size(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> int:
+    return sum(len(str(message.get("content", ""))) for message in messages) + len(str(tools or ""))

@@ -56,7 +56,8 @@ def test_a_named_tokenizer_of_the_same_size_that_is_not_the_models_is_refused(ki
         DataError, match=r"other' is not the tokenizer of the weights of .*base: \d+ of 300 entries"
     ):
         open_corpus(recipe_for(kind, base, base.parent / "other"), None, lambda text: None)
-    assert not (base.parent / "cache").exists(), "it is refused before anything is prepared"
+    prepared = [path for kind in ("corpora", "documents") if (path := base.parent / "cache" / kind).exists()]
+    assert not prepared, "it is refused before anything is prepared"
 
 
 @pytest.mark.parametrize("kind", ["sft", "lm"])
