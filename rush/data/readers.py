@@ -15,6 +15,7 @@ import gzip
 import importlib
 import io
 import json
+import os
 import sys
 import tokenize
 import zlib
@@ -27,6 +28,8 @@ from rush.errors import DataError, MachineError
 
 TEXT_DOCUMENT_BYTES = 64 * 1024
 TEXT_WHOLE_BYTES = 4 * TEXT_DOCUMENT_BYTES
+LONGEST_LINE = 256 << 20
+UNFOLDED_BYTES, UNFOLDED_TIMES = 256 << 20, 1000
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 ROW_ENDINGS = ".jsonl, .csv, .tsv (each also with .gz or .zst), .parquet"
 """Files that hold rows."""
@@ -152,12 +155,14 @@ def _break_after(window: bytes) -> int:
 
 
 def _slice_parquet(path: str, slice_bytes: int) -> Iterator[Slice]:
-    metadata = open_parquet(path).metadata
+    with damaged_parquet(path):
+        metadata = open_parquet(path).metadata
+        groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
     start, row, first, held = 0, 0, 0, 0
-    for group in range(metadata.num_row_groups):
-        held += metadata.row_group(group).total_byte_size
-        row += metadata.row_group(group).num_rows
-        if held >= slice_bytes or group == metadata.num_row_groups - 1:
+    for group, found in enumerate(groups):
+        held += found.total_byte_size
+        row += found.num_rows
+        if held >= slice_bytes or group == len(groups) - 1:
             yield Slice("parquet", path, start, group + 1, first=first)
             start, first, held = group + 1, row, 0
 
@@ -203,7 +208,7 @@ def read_rows(piece: Slice, columns: list[str] | None = None) -> Iterator[tuple[
     """The rows of a slice of JSONL, CSV or Parquet with their names; of Parquet only these `columns`, if given."""
     if piece.kind == "parquet":
         for number, batch in read_batches(piece, columns):
-            for offset, row in enumerate(batch.to_pylist()):
+            for offset, row in enumerate(batch_rows(batch, piece.path)):
                 yield f"{piece.path}:row {number + offset}", row
     elif piece.kind == "csv":
         yield from _csv_rows(piece)
@@ -214,7 +219,8 @@ def read_rows(piece: Slice, columns: list[str] | None = None) -> Iterator[tuple[
 
 def _read_rows(piece: Slice, text_field: str) -> Iterator[Document]:
     if piece.kind == "parquet":
-        names = open_parquet(piece.path).schema_arrow.names
+        with damaged_parquet(piece.path):
+            names = open_parquet(piece.path).schema_arrow.names
         if text_field not in names:
             raise DataError(missing_field(piece.path, text_field, names))
     for name, row in read_rows(piece, [text_field]):
@@ -229,7 +235,7 @@ def read_lines(piece: Slice) -> Iterator[tuple[int, bytes]]:
         at = piece.start
         if at:
             file.seek(at)
-        for number, line in enumerate(file, start=piece.first):
+        for number, line in enumerate(_lines(file, piece.path), start=piece.first):
             if piece.kind == "jsonl" and at >= piece.stop:
                 return
             at += len(line)
@@ -238,13 +244,77 @@ def read_lines(piece: Slice) -> Iterator[tuple[int, bytes]]:
                 yield number, content
 
 
+def _check_unfolded(path: str, num_bytes: int) -> None:
+    """Refuse a file that unfolds to a thousand times its size: half a kilobyte can hold terabytes of one letter."""
+    if num_bytes > UNFOLDED_BYTES and num_bytes > UNFOLDED_TIMES * os.path.getsize(path):
+        raise DataError(
+            f"{path} unfolds to more than {num_bytes >> 20:,} MiB, over {UNFOLDED_TIMES:,} times its {os.path.getsize(path):,} bytes. "
+            "Decompress it yourself if that is meant."
+        )
+
+
+def _lines(file: IO[bytes], path: str) -> Iterator[bytes]:
+    """The lines of a file; one without an end (a compressed gigabyte of zeros) is refused."""
+    read = 0
+    while line := file.readline(LONGEST_LINE + 1):
+        read += len(line)
+        _check_unfolded(path, read)
+        if len(line) > LONGEST_LINE:
+            raise DataError(
+                f"{path}: a line is longer than {LONGEST_LINE >> 20} MiB, the longest that is read."
+            )
+        yield line
+
+
 def read_batches(piece: Slice, columns: list[str] | None = None) -> Iterator[tuple[int, Any]]:
     """The Arrow batches of a slice of Parquet, each with the number of its first row."""
     number, groups = piece.first, list(range(piece.start, piece.stop))
     with open_parquet(piece.path) as file:
-        for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=columns):
+        batches = file.iter_batches(batch_size=256, row_groups=groups, columns=columns)
+        unfolded = 0
+        while (batch := _next_batch(batches, piece.path)) is not None:
+            unfolded += _unfolded_bytes(batch)
+            _check_unfolded(piece.path, unfolded)
             yield number, batch
             number += batch.num_rows
+
+
+def _unfolded_bytes(batch: Any) -> int:
+    """The bytes of a batch with every text written out: a dictionary holds one for many rows."""
+    compute = importlib.import_module("pyarrow.compute")
+    total = 0
+    for column in batch.columns:
+        if hasattr(column, "dictionary") and "string" in str(column.type.value_type):
+            total += (
+                compute.sum(compute.take(compute.binary_length(column.dictionary), column.indices)).as_py()
+                or 0
+            )
+        else:
+            total += column.nbytes
+    return int(total)
+
+
+def _next_batch(batches: Iterator[Any], path: str) -> Any:
+    with damaged_parquet(path):
+        return next(batches, None)
+
+
+def batch_rows(batch: Any, path: str) -> list[dict[str, Any]]:
+    """The rows of an Arrow batch."""
+    with damaged_parquet(path):
+        rows: list[dict[str, Any]] = batch.to_pylist()
+        return rows
+
+
+@contextlib.contextmanager
+def damaged_parquet(path: str) -> Iterator[None]:
+    """What pyarrow raises for damaged pages: its own errors, those of codecs and of values that are none."""
+    arrow = import_extra("pyarrow", "parquet", "Reading Parquet files")
+    try:
+        yield
+    except (arrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path}: the Parquet file is damaged ({why}). Fetch it again.") from error
 
 
 @contextlib.contextmanager
@@ -275,11 +345,11 @@ def _csv_rows(piece: Slice) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def csv_records(path: str) -> Iterator[tuple[int, list[str], list[str]]]:
     """For each record of a CSV or TSV file: its first line, the columns (named by the first record), and its cells."""
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    csv.field_size_limit(LONGEST_LINE)
     name = path.lower().removesuffix(".gz").removesuffix(".zst")
     delimiter = "\t" if name.endswith(".tsv") else ","
     with decompressed(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        reader = csv.reader(_text_lines(file, path), delimiter=delimiter, strict=True)
         try:
             header = next(reader, [])
             if len(set(header)) != len(header):
@@ -295,6 +365,18 @@ def csv_records(path: str) -> Iterator[tuple[int, list[str], list[str]]]:
             ) from None
         except csv.Error as error:
             raise DataError(f"{path}:{reader.line_num}: not valid CSV ({error}).") from None
+
+
+def _text_lines(file: io.TextIOWrapper, path: str) -> Iterator[str]:
+    read = 0
+    while line := file.readline(LONGEST_LINE + 1):
+        read += len(line)
+        _check_unfolded(path, read)
+        if len(line) > LONGEST_LINE:
+            raise DataError(
+                f"{path}: a line is longer than {LONGEST_LINE >> 20} MiB, the longest that is read."
+            )
+        yield line
 
 
 def ragged(header: list[str], cells: list[str]) -> str:
@@ -329,8 +411,9 @@ def open_parquet(path: str) -> Any:
     parquet = import_extra("pyarrow.parquet", "parquet", "Reading Parquet files")
     try:
         return parquet.ParquetFile(path)
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable Parquet file ({error}).") from error
+    except (arrow.ArrowException, OSError, ValueError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise DataError(f"{path}: not a readable Parquet file ({why}).") from error
 
 
 def missing_field(name: str, text_field: str, found: list[str]) -> str:

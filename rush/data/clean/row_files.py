@@ -22,6 +22,7 @@ import numpy.typing as npt
 from rush.data.readers import (
     ROW_ENDINGS,
     Slice,
+    batch_rows,
     csv_records,
     file_kind,
     json_problem,
@@ -188,5 +189,5 @@ def _cells(piece: Slice) -> Iterator[tuple[int, tuple[list[str], list[str]]]]:
 
 def _arrow_rows(piece: Slice) -> Iterator[tuple[int, tuple[Any, int, dict[str, Any]]]]:
     for first, batch in read_batches(piece):
-        for offset, values in enumerate(batch.to_pylist()):
+        for offset, values in enumerate(batch_rows(batch, piece.path)):
             yield first + offset, (batch, offset, values)
