@@ -25,7 +25,15 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from rush.data.sealed_manifest import ADVICE, check_files, check_tokenizer, read_sealed, write_sealed
+from rush.data.sealed_manifest import (
+    ADVICE,
+    check_files,
+    check_shapes,
+    check_tokenizer,
+    read_sealed,
+    typed,
+    write_sealed,
+)
 from rush.errors import DataError
 from rush.files import publish, sha256_file, temporary_name, write_atomic
 
@@ -73,7 +81,7 @@ class Manifest:
     @property
     def content_sha256(self) -> str:
         """Hash of the tokens: equal for equal training data, whatever its source."""
-        sums = [(shard.split, shard.documents, shard.sha256["bin"]) for shard in self.shards]
+        sums = [(shard.split, shard.documents, shard.sha256.get("bin")) for shard in self.shards]
         return hashlib.sha256(json.dumps([self.dtype, sums]).encode()).hexdigest()
 
 
@@ -166,10 +174,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a prepared folder; DataError where it is damaged or edited."""
-    body = read_sealed(folder, FORMAT, VERSION, "token shards")
-    shards = tuple(Shard(**shard) for shard in body["shards"])
-    names = ("dtype", "vocab_size", "eos_id", "tokenizer_sha256", "key", "preparation")
-    return Manifest(**{name: body[name] for name in names}, shards=shards)
+    body = read_sealed(folder, FORMAT, (VERSION,), "token shards")
+    manifest = typed(Manifest, body, folder)
+    check_shapes(folder, manifest.shards, manifest.dtype, manifest.vocab_size)
+    source = manifest.preparation.get("source")
+    if not isinstance(source, dict) or not isinstance(source.get("source"), str):
+        raise DataError(f"{folder / 'manifest.json'} does not name a source. {ADVICE}")
+    return manifest
 
 
 def verify_shards(folder: Path, *, full: bool = False) -> Manifest:
@@ -213,7 +224,9 @@ class MappedShard:
     names: npt.NDArray[np.uint8]
 
     def document_name(self, document: int) -> str:
-        return bytes(self.names[self.name_starts[document] : self.name_starts[document + 1]]).decode()
+        return bytes(self.names[self.name_starts[document] : self.name_starts[document + 1]]).decode(
+            errors="replace"
+        )
 
 
 def map_shard(folder: Path, manifest: Manifest, shard: Shard) -> MappedShard:

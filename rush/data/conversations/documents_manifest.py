@@ -8,20 +8,36 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rush.data.sealed_manifest import check_files, check_tokenizer, read_sealed, write_sealed
-from rush.data.shards import check_ids
+from rush.data.sealed_manifest import (
+    ADVICE,
+    check_files,
+    check_shapes,
+    check_tokenizer,
+    read_sealed,
+    typed,
+    write_sealed,
+)
+from rush.data.shards import SPLITS, check_ids
+from rush.errors import DataError
 
 FORMAT = "rush-documents"
-VERSION = 2
+VERSION = 3
 """Version of the files and their content: increase it when the same rows give other documents."""
+READABLE = (2, 3)
+"""3: control tokens that are not special are text in questions, and tools are written."""
 SUFFIXES = ("bin", "trn", "idx", "ids")
 EXAMPLES = 3
+ASKED: dict[str, type] = {
+    "source": dict, "template": str, "train_on": str, "sequence": int, "too_long": str, "bad_rows": str,
+}  # fmt: skip
+"""What every manifest says of the preparation."""
 
 
 @dataclass
@@ -41,6 +57,8 @@ class Counts:
     formats: dict[str, int] = field(default_factory=dict)
     unused: dict[str, int] = field(default_factory=dict)
     """Unused columns, with the number of rows that have them."""
+    controls: dict[str, int] = field(default_factory=dict)
+    """Control tokens that turns spell out and what became of them, with the number of rows."""
 
     def drop(self, reason: str, name: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
@@ -56,10 +74,17 @@ class Counts:
         for column in unused:
             self.unused[column] = self.unused.get(column, 0) + 1
 
+    def note_controls(self, found: Iterable[str]) -> None:
+        for name in found:
+            self.controls[name] = self.controls.get(name, 0) + 1
+
     def _note(self, reason: str, name: str) -> None:
         examples = self.examples.setdefault(reason, [])
         if len(examples) < EXAMPLES:
             examples.append(name)
+
+    def first(self, reason: str) -> str:
+        return next(iter(self.examples.get(reason, [])), "?")
 
     def plus(self, other: Counts) -> Counts:
         examples = {
@@ -68,7 +93,7 @@ class Counts:
         }
         numbers = ("rows", "documents", "tokens", "trained", "cut", "cut_tokens")
         summed: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in numbers}
-        for name in ("dropped", "formats", "unused"):
+        for name in ("dropped", "formats", "unused", "controls"):
             summed[name] = dict(
                 sorted((Counter(getattr(self, name)) + Counter(getattr(other, name))).items())
             )
@@ -133,13 +158,11 @@ class DocumentManifest:
         """Dropped and truncated rows, as a sentence; empty where there are none."""
         total = self.total
         parts = [
-            f"{count:,} dropped ({reason}, as {total.examples[reason][0]})"
+            f"{count:,} dropped ({reason}, as {total.first(reason)})"
             for reason, count in total.dropped.items()
         ]
         if total.cut:
-            parts.append(
-                f"{total.cut:,} cut ({total.cut_tokens:,} tokens lost, as {total.examples['cut'][0]})"
-            )
+            parts.append(f"{total.cut:,} cut ({total.cut_tokens:,} tokens lost, as {total.first('cut')})")
         return f"Of {total.rows:,} rows: {'; '.join(parts)}." if parts else ""
 
 
@@ -150,13 +173,16 @@ def write_document_manifest(folder: Path, manifest: DocumentManifest) -> None:
 
 def read_document_manifest(folder: str | Path) -> DocumentManifest:
     """The manifest of a prepared folder; DataError where it is damaged or edited."""
-    body = read_sealed(Path(folder), FORMAT, VERSION, "documents for fine-tuning")
-    names = ("dtype", "vocab_size", "eos_id", "tokenizer_sha256", "key", "preparation", "paired")
-    return DocumentManifest(
-        **{name: body[name] for name in names},
-        counts={split: Counts(**counts) for split, counts in body["counts"].items()},
-        shards=tuple(DocumentShard(**shard) for shard in body["shards"]),
-    )
+    body = read_sealed(Path(folder), FORMAT, READABLE, "documents for fine-tuning")
+    manifest = typed(DocumentManifest, body, Path(folder))
+    check_shapes(Path(folder), manifest.shards, manifest.dtype, manifest.vocab_size)
+    asked = manifest.preparation
+    wrong = [name for name, kind in ASKED.items() if not isinstance(asked.get(name), kind)]
+    if wrong or not isinstance(asked["source"].get("source"), str) or set(manifest.counts) != set(SPLITS):
+        raise DataError(
+            f"{Path(folder) / 'manifest.json'} does not describe a preparation ({', '.join(wrong) or 'source, counts'}). {ADVICE}"
+        )
+    return manifest
 
 
 def holds_documents(folder: str | Path) -> bool:
@@ -164,7 +190,7 @@ def holds_documents(folder: str | Path) -> bool:
     path = Path(folder) / "manifest.json"
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(body, dict) and body.get("format") == FORMAT
 

@@ -113,6 +113,10 @@ class DocumentSet:
         self._lengths: npt.NDArray[np.int64] = np.concatenate(
             [np.diff(self._map(number).starts) for number in range(len(self._shards))]
         ).astype(np.int64)[:most]
+        if (self._lengths < 1).any():
+            raise DataError(
+                f"The {split} split of {self.folder} is damaged: a document has no token. Prepare it again."
+            )
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -134,7 +138,9 @@ class DocumentSet:
     def sample_name(self, index: int) -> str:
         """Split, index, and the row it came from, for messages."""
         mapped, _, _, inside = self._find(index)
-        name = bytes(mapped.names[mapped.name_starts[inside] : mapped.name_starts[inside + 1]]).decode()
+        name = bytes(mapped.names[mapped.name_starts[inside] : mapped.name_starts[inside + 1]]).decode(
+            errors="replace"
+        )
         return f"{self.split}[{index}] {name}"
 
     def _find(self, index: int) -> tuple[_Mapped, int, int, int]:
