@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rush.cli.options import Json, Overrides, complete_recipe
-from rush.cli.output import print_json, print_table
+from rush.cli.output import echo, print_json, print_table
 from rush.errors import RecipeError, printable
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def inspect(
     for example in shown:
         _print_example(example)
     if html is not None:
-        typer.echo(f"\nWritten: {html}")
+        echo(f"\nWritten: {html}")
 
 
 def report(folder: Path, json: bool) -> None:
@@ -110,9 +110,9 @@ def _print_statistics(found: dict[str, Any]) -> None:
 
 
 def _print_counts(found: dict[str, Any]) -> None:
-    from rush.data.conversations.inspect_documents import left_out, unused_columns
+    from rush.data.conversations.inspect_documents import control_tokens, left_out, unused_columns
 
-    typer.echo(
+    echo(
         f"{found['folder']}\nsource {found['source']}{_formats(found)}, template {found['template']}, trained on {found['train_on']}, "
         f"sequence {found['sequence']:,}, vocabulary {found['vocab_size']:,}\n"
     )
@@ -131,7 +131,11 @@ def _print_counts(found: dict[str, Any]) -> None:
     else:
         typer.echo("No rows were dropped or truncated.")
     if unused := unused_columns(splits):
-        typer.echo(f"Columns that were not used: {unused}.")
+        echo(f"Columns that were not used: {unused}.")
+    if controls := control_tokens(splits):
+        echo(f"Control tokens spelled out in turns: {controls}.")
+    if found["held_out_note"]:
+        echo(found["held_out_note"])
 
 
 def _formats(found: dict[str, Any]) -> str:
@@ -153,9 +157,7 @@ def _print_lengths(split: str, counts: dict[str, Any]) -> None:
 
 
 def _print_example(example: dict[str, Any]) -> None:
-    typer.secho(
-        f"\n{example['name']}: {example['tokens']:,} tokens, {example['trained']:,} trained", bold=True
-    )
+    echo(f"\n{example['name']}: {example['tokens']:,} tokens, {example['trained']:,} trained", bold=True)
     console = Console(soft_wrap=True)
     colors = console.is_terminal and not console.no_color
     text = Text()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +13,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rush.errors import readable
+from rush.errors import printable, readable
+
+_UNESCAPED = re.compile("[\x7f-\x9f\ud800-\udfff]")
+"""Control characters and halves of surrogate pairs that json.dumps writes as they are."""
 
 
 def print_error(message: str) -> None:
@@ -19,12 +24,27 @@ def print_error(message: str) -> None:
     typer.secho(f"error: {readable(message)}", err=True, fg="red")
 
 
+def echo(text: str = "", **style: Any) -> None:
+    """A line on standard output that may hold what strangers wrote: control characters are shown, not sent."""
+    typer.secho(printable(text), **style)
+
+
+def write_piece(text: str) -> None:
+    """A piece of a text that is written as it comes, as by `echo`."""
+    sys.stdout.write(printable(text))
+    sys.stdout.flush()
+
+
 def print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    """JSON on standard output, which holds every text exactly: control characters are escaped."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    typer.echo(_UNESCAPED.sub(lambda found: f"\\u{ord(found.group()):04x}", text))
 
 
 def print_table(columns: list[str], rows: list[list[str]], title: str | None = None) -> None:
     """A table on standard output; columns of numbers are right-aligned."""
+    title = None if title is None else printable(title)
+    columns, rows = list(map(printable, columns)), [list(map(printable, row)) for row in rows]
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(columns):
         numeric = all(row[index][:1].isdigit() or row[index] in ("", "-") for row in rows)
@@ -57,4 +77,4 @@ def measuring_bar(refresh_per_second: float = 10) -> Iterator[Callable[[str, int
 
 def note(text: str) -> None:
     """A message to the user, on standard error."""
-    typer.secho(text, err=True, fg="yellow")
+    typer.secho(printable(text), err=True, fg="yellow")

@@ -1,19 +1,19 @@
 """One unit of preparation: read, split, tokenize, write its shards, then its record.
 
-The split of a document depends on its text and the seed alone, not on its position or the number of workers. Duplicates are
-in the same split, so no validation text is trained on.
+The split of a document depends on its text and the seed alone (`rush/data/holdout.py`), not on its position or the number of
+workers.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rush.data.holdout import split_of
 from rush.data.readers import Document
 from rush.data.shards import SPLITS, Shard, shard_writers
 from rush.data.sources import Unit, read_unit
@@ -41,12 +41,6 @@ class UnitJob:
     @property
     def done(self) -> bool:
         return self.record.is_file()
-
-
-def split_of(text: str, seed: int, validation: float) -> str:
-    """The split of a document."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
-    return "validation" if int.from_bytes(digest, "little") < validation * 2.0**64 else "train"
 
 
 def run_unit(job: UnitJob) -> tuple[Shard, ...]:

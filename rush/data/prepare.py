@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rush.data.preparation_unit import UnitJob, read_record, run_unit, split_of
+from rush.data.holdout import share_that_holds, split_of
+from rush.data.preparation_unit import UnitJob, read_record, run_unit
 from rush.data.published_tokenizers import find_tokenizer
 from rush.data.shards import SPLITS, Manifest, Shard, token_dtype, verify_shards, write_manifest
 from rush.data.sources import Unit, describe_source, plan_units, read_unit
@@ -130,16 +131,27 @@ def open_workspace(
     """Remove temporary files, find or train the tokenizer, plan the units. The caller holds the folder's lock."""
     remove_temporaries(folder, deep=True)
     units = preparation.units()
+    share = _held_out_share(preparation, units)
     if tokenizer is None:
-        tokenizer = saved_or_trained(folder, _training_texts(preparation, units), preparation.vocab_size)
+        tokenizer = saved_or_trained(
+            folder, _training_texts(preparation, units, share), preparation.vocab_size
+        )
     tokenizer.save(folder / "tokenizer")
     (folder / "units").mkdir(exist_ok=True)
     vocab_size = preparation.vocab_size or tokenizer.vocab_size
     jobs = tuple(
-        UnitJob(folder, unit, preparation.text_field, preparation.validation, preparation.seed, vocab_size)
-        for unit in units
+        UnitJob(folder, unit, preparation.text_field, share, preparation.seed, vocab_size) for unit in units
     )
-    return Workspace(folder, key, preparation.describe(), tokenizer, vocab_size, jobs)
+    one = {} if share == preparation.validation else {"held_out_share": share}
+    return Workspace(folder, key, preparation.describe() | one, tokenizer, vocab_size, jobs)
+
+
+def _held_out_share(preparation: Preparation, units: list[Unit]) -> float:
+    """The share of documents to hold out, enough for one. (A stream of the hub is not read twice for it.)"""
+    if any(piece.kind == "hub" for unit in units for piece in unit.slices):
+        return preparation.validation
+    texts = (document.text for unit in units for document in read_unit(unit, preparation.text_field))
+    return share_that_holds(texts, preparation.seed, preparation.validation)
 
 
 def saved_or_trained(
@@ -153,16 +165,16 @@ def saved_or_trained(
     return train_bpe(texts, vocab_size, max_bytes)
 
 
-def _training_texts(preparation: Preparation, units: list[Unit]) -> Iterator[str]:
+def _training_texts(preparation: Preparation, units: list[Unit], held_out: float) -> Iterator[str]:
     """Training documents, the same number of bytes from every unit: the first files are not representative."""
-    share = preparation.tokenizer_bytes // len(units)
+    part = preparation.tokenizer_bytes // len(units)
     for unit in units:
         used = 0
         for document in read_unit(unit, preparation.text_field):
-            if split_of(document.text, preparation.seed, preparation.validation) == "train":
+            if split_of(document.text, preparation.seed, held_out) == "train":
                 yield document.text
                 used += len(document.text.encode())
-            if used >= share:
+            if used >= part:
                 break
 
 

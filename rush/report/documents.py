@@ -6,7 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rush.data.conversations.inspect_documents import left_out, unused_columns
+from rush.data.conversations.inspect_documents import control_tokens, left_out, unused_columns
 from rush.report.page import render
 from rush.report.svg import tag
 
@@ -32,6 +32,7 @@ def documents_page(found: dict[str, Any], examples: list[dict[str, Any]]) -> str
         lengths=lengths,
         lost=left_out(splits),
         unused=unused_columns(splits),
+        controls=control_tokens(splits),
         examples=examples,
     )
 

@@ -37,6 +37,7 @@ from rush.data.conversations import (
     read_document_manifest,
 )
 from rush.data.document_loader import DocumentLoader, document_validation, largest_batch
+from rush.data.holdout import held_out_note
 from rush.data.loader import make_batch
 from rush.data.packing import Concat, Pad
 from rush.data.published_tokenizers import find_tokenizer
@@ -269,7 +270,7 @@ def _open_tokens(recipe: Recipe, note: Note) -> TokenCorpus:
     manifest = read_manifest(folder)
     note(
         f"Corpus: {manifest.documents('train'):,} documents, {manifest.tokens('train'):,} tokens to train on; "
-        f"{manifest.tokens('validation'):,} tokens held out ({folder})."
+        f"{manifest.tokens('validation'):,} tokens held out ({folder}). {held_out_note(manifest.preparation)}".rstrip()
     )
     return TokenCorpus(folder, tokenizer, manifest.content_sha256)
 
@@ -278,7 +279,7 @@ def _open_documents(recipe: Recipe, note: Note) -> DocumentCorpus:
     with progress_bar() as show:
         folder = prepare_documents(documents_of(recipe), cache_folder() / "documents", show)
     manifest = read_document_manifest(folder)
-    lost = manifest.losses()
+    lost = " ".join(filter(None, (held_out_note(manifest.preparation), manifest.losses())))
     note(
         f"Documents: {manifest.documents('train'):,} to train on, {manifest.trained('train'):,} of their "
         f"{manifest.tokens('train'):,} tokens targets; {manifest.documents('validation'):,} held out ({folder})."

@@ -359,7 +359,10 @@ def test_a_system_column_and_weights_are_seen(world: Path, capfd: pytest.Capture
 def test_csv_is_rows(world: Path, capfd: pytest.CaptureFixture[str]) -> None:
     table = 'prompt,completion,id\n"what, then?",the fox,1\nwhat is it?,the dog,2\n'
     out = inspected(world, capfd, "rows.csv", table, "data.validation=1e-9")
-    assert re.findall(r"⟦(.*?)⟧", out) == ["the fox<|endoftext|>", "the dog<|endoftext|>"]
+    assert re.findall(r"⟦(.*?)⟧", out) == ["the fox<|endoftext|>"]
+    assert "data.validation = 1e-09 holds none of so few documents: one is held out instead." in " ".join(
+        out.split()
+    )
     assert "User:\nwhat, then?" in out
     assert "not used: id (2 rows)" in out
 

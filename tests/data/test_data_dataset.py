@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rush.data import Document, TokenDataset, Tokenizer, open_source, read_manifest
-from rush.data.preparation_unit import split_of
+from rush.data.holdout import split_of
 from rush.errors import DataError, RecipeError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rush.data.conversations import DocumentPreparation
-from rush.data.preparation_unit import split_of
+from rush.data.holdout import split_of
 from tests.training.small_runs import small_recipe
 
 MICRO = 8

@@ -7,16 +7,19 @@ with its end-of-turn token. A template that rewrites earlier turns is refused, u
 The text is split at answer boundaries, and each piece is encoded by itself. So the prompt has the same tokens as in generation:
 encoded at once, the line end before an answer and its first letters could merge into one token.
 
-Names of special tokens inside a turn are plain text: `<|im_end|>` in a question ends nothing. Every character of such a turn is
-guarded with a Unicode noncharacter, which is removed after the real special tokens have been found.
+Names of control tokens inside a turn are plain text: `<|im_end|>` in a question ends nothing, `<think>` begins no thought.
+Every character of such a turn is guarded with a Unicode noncharacter, which is removed after the real control tokens have been
+found. Only an answer may hold control tokens that are not special: a model that thinks has to learn to write `<think>`.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rush.data.conversations.templates import Template
 from rush.data.conversations.turns import BadRow, Conversation, Text, Turn
@@ -70,7 +73,7 @@ def encode(
     left_out = _left_out(conversation.turns)
     tokens: list[int] = []
     trained: list[bool] = []
-    for piece, ids in encoder.pieces(conversation.turns, generation=False):
+    for piece, ids in encoder.pieces(conversation, generation=False):
         tokens += ids
         wanted = (train_on == "all" or piece.answer >= first) and piece.answer not in left_out
         trained += [wanted] * len(ids)
@@ -104,7 +107,7 @@ def _check_weights(turns: Sequence[Turn], train_on: str) -> None:
 def encode_prompt(conversation: Conversation, tokenizer: Tokenizer, template: Template) -> list[int]:
     """The prompt tokens for generation: those that `encode` has before the answer."""
     encoder = _encoder(tokenizer, template)
-    tokens = [token for _, ids in encoder.pieces(conversation.turns, generation=True) for token in ids]
+    tokens = [token for _, ids in encoder.pieces(conversation, generation=True) for token in ids]
     encoder.check(tokens)
     return tokens
 
@@ -114,6 +117,25 @@ def _encode_text(text: str, tokenizer: Tokenizer) -> Encoded:
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     tokens = [*begin, *tokenizer.encode(text, specials=False), tokenizer.eos_id]
     return Encoded(tokens, [False] + [True] * (len(tokens) - 1))
+
+
+def controls_in(turns: Sequence[Turn], tokenizer: Tokenizer) -> set[str]:
+    """The control tokens that turns spell out, each with what becomes of it, for a table."""
+    found: set[str] = set()
+    for turn in turns:
+        for name in _pattern(tuple(tokenizer.control_ids)).findall(turn.content):
+            learned = turn.role == "assistant" and name not in tokenizer.special_ids
+            found.add(
+                f"{name} in answers (the token)" if learned else f"{name} in {turn.role} turns (as text)"
+            )
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _pattern(names: tuple[str, ...]) -> re.Pattern[str]:
+    """Matches any of these names, the longest first."""
+    ordered = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
 
 
 @functools.lru_cache(maxsize=8)
@@ -128,9 +150,11 @@ class _Encoder:
 
     @functools.cached_property
     def specials(self) -> re.Pattern[str]:
-        """Matches special tokens, the longest first."""
-        names = sorted(self.tokenizer.special_ids, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, names)) if names else r"(?!)")
+        return _pattern(tuple(self.tokenizer.special_ids))
+
+    @functools.cached_property
+    def controls(self) -> re.Pattern[str]:
+        return _pattern(tuple(self.tokenizer.control_ids))
 
     @functools.cached_property
     def adds_space(self) -> bool:
@@ -138,10 +162,12 @@ class _Encoder:
         encode = self.tokenizer.encode
         return encode("\nab") != encode("\n") + encode("ab")
 
-    def pieces(self, turns: Sequence[Turn], *, generation: bool) -> list[tuple[_Piece, list[int]]]:
+    def pieces(self, conversation: Conversation, *, generation: bool) -> list[tuple[_Piece, list[int]]]:
         """The pieces of the rendered conversation with their ids; with `generation`, up to the next answer."""
-        _check_turns_appear(self.template, tuple(turn.role for turn in turns))
-        text, guard, answers = self._rendered(turns, generation)
+        _check_turns_appear(self.template, tuple(turn.role for turn in conversation.turns))
+        if conversation.tools_json is not None:
+            _check_tools_appear(self.template, conversation)
+        text, guard, answers = self._rendered(conversation, generation)
         pieces = _split(text, answers)
         if not generation and pieces[-1].answer < 0 and not pieces[-1].text.strip():
             pieces.pop()  # the line end after the last turn
@@ -152,34 +178,50 @@ class _Encoder:
             before = piece.text
         return found
 
-    def _rendered(self, turns: Sequence[Turn], generation: bool) -> tuple[str, str, list[tuple[int, int]]]:
+    def _rendered(
+        self, conversation: Conversation, generation: bool
+    ) -> tuple[str, str, list[tuple[int, int]]]:
         """The guarded text, the guard, and the start and end of each answer."""
-        content = "".join(turn.content for turn in turns)
+        turns, tools = conversation.turns, conversation.tools
+        content = "".join(turn.content for turn in turns) + (
+            json.dumps(tools, ensure_ascii=False) if tools else ""
+        )
         free = [mark for mark in _NONCHARACTERS if mark not in content]
         if len(free) < 3:
             raise BadRow(
                 "unreadable characters", "the turns hold all the noncharacters that Unicode reserves"
             )
         guard, *marks = free[:3]
-        guarded = [replace(turn, content=self._guarded(turn.content, guard)) for turn in turns]
+        guarded = [replace(turn, content=self._guarded(turn, guard)) for turn in turns]
+        tools = _each_text(tools, lambda text: self._guarded(Turn("system", text), guard))
         if self.template.marked:
-            text, answers = self._marked_answers(guarded, (marks[0], marks[1]), generation)
+            text, answers = self._marked_answers(guarded, tools, (marks[0], marks[1]), generation)
         else:
-            text, answers = self._nested_answers(guarded, generation)
+            text, answers = self._nested_answers(guarded, tools, generation)
         return text, guard, [self._with_its_end(text, start, stop) for start, stop in answers]
 
-    def _guarded(self, content: str, guard: str) -> str:
-        """White space is not guarded, so that templates can trim it."""
-        return re.sub(r"(?=\S)", guard, content) if self.specials.search(content) else content
+    def _guarded(self, turn: Turn, guard: str) -> str:
+        """White space is not guarded, so that templates can trim it; nor the marks of an answer that are not special."""
+        pattern = self.specials if turn.role == "assistant" else self.controls
+        if not (pattern.search(turn.content) or self.tokenizer.hides_controls):
+            return turn.content
+        if turn.role != "assistant":
+            return re.sub(r"(?=\S)", guard, turn.content)
+        parts = re.split(f"({self.controls.pattern})", turn.content)
+        special = self.tokenizer.special_ids
+        return "".join(
+            part if place % 2 and part not in special else re.sub(r"(?=\S)", guard, part)
+            for place, part in enumerate(parts)
+        )
 
-    def _nested_answers(self, turns: list[Turn], generation: bool) -> tuple[str, list[tuple[int, int]]]:
-        full = self.template.render(turns, generation=generation)
+    def _nested_answers(
+        self, turns: list[Turn], tools: Any, generation: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        places = [place for place, turn in enumerate(turns) if turn.role == "assistant"]
+        parts = [part for place in places for part in ((place, True), (place + 1, False))]
+        full, *texts = self.template.render_parts(turns, [(len(turns), generation), *parts], tools=tools)
         answers: list[tuple[int, int]] = []
-        for place, turn in enumerate(turns):
-            if turn.role != "assistant":
-                continue
-            before = self.template.render(turns[:place], generation=True)
-            after = self.template.render(turns[: place + 1])
+        for before, after in zip(texts[::2], texts[1::2], strict=True):
             if not (after.startswith(before) and full.startswith(after)):
                 raise DataError(
                     f"The template ({self.template.name}) writes the turns before answer {len(answers) + 1} differently "
@@ -190,11 +232,10 @@ class _Encoder:
         return full, answers
 
     def _marked_answers(
-        self, turns: list[Turn], marks: tuple[str, str], generation: bool
+        self, turns: list[Turn], tools: Any, marks: tuple[str, str], generation: bool
     ) -> tuple[str, list[tuple[int, int]]]:
-        parts = re.split(
-            f"([{marks[0]}{marks[1]}])", self.template.render(turns, generation=generation, marks=marks)
-        )
+        (rendered,) = self.template.render_parts(turns, [(len(turns), generation)], tools=tools, marks=marks)
+        parts = re.split(f"([{marks[0]}{marks[1]}])", rendered)
         text, start = "", 0
         answers: list[tuple[int, int]] = []
         for part in parts:
@@ -228,19 +269,19 @@ class _Encoder:
 
     def _ids(self, text: str, guard: str, before: str) -> list[int]:
         if guard not in text:
-            return self._inside(text, before, specials=True)
-        # Real special tokens are found first; the text between them is plain.
+            return self._inside(text, before, self.tokenizer.encode)
+        # Real control tokens are found first; the text between them is plain.
+        plain = self.tokenizer.encode_plain
         ids: list[int] = []
         at = 0
-        for found in re.finditer(f"(?<!{guard})(?:{self.specials.pattern})", text):
-            ids += self._inside(text[at : found.start()].replace(guard, ""), before, specials=False)
-            ids.append(self.tokenizer.special_ids[found.group()])
+        for found in re.finditer(f"(?<!{guard})(?:{self.controls.pattern})", text):
+            ids += self._inside(text[at : found.start()].replace(guard, ""), before, plain)
+            ids.append(self.tokenizer.control_ids[found.group()])
             at, before = found.end(), found.group()
-        return ids + self._inside(text[at:].replace(guard, ""), before, specials=False)
+        return ids + self._inside(text[at:].replace(guard, ""), before, plain)
 
-    def _inside(self, text: str, before: str, *, specials: bool) -> list[int]:
+    def _inside(self, text: str, before: str, encode: Callable[[str], list[int]]) -> list[int]:
         """The ids of a text that continues `before`, without an added space."""
-        encode = functools.partial(self.tokenizer.encode, specials=specials)
         if not text:
             return []
         if not self.adds_space or not before:
@@ -283,3 +324,29 @@ def _check_turns_appear(template: Template, roles: tuple[str, ...]) -> None:
             f"The template ({template.name}) drops turn {', '.join(missing)} of a conversation of {', '.join(roles)}: "
             "what it leaves out would silently not be learned from. Use another template, or remove such turns."
         )
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_tools_appear(template: Template, conversation: Conversation) -> None:
+    """Check that the template writes the tools: what it leaves out, a model would call without having seen."""
+    if template.takes_tools:
+        parts = [(len(conversation.turns), False)]
+        with_tools = template.render_parts(conversation.turns, parts, tools=conversation.tools)
+        if with_tools != template.render_parts(conversation.turns, parts):
+            return
+    raise BadRow(
+        "tools",
+        f"the row has tools, which the template ({template.name}) does not write; use the template of a model that was "
+        "trained with tools, or remove the field",
+    )
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with every text in it changed, names included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_each_text(item, change) for item in value]
+    if isinstance(value, dict):
+        return {change(name): _each_text(item, change) for name, item in value.items()}
+    return value

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from rush.data.conversations.encode import Encoded, encode
+from rush.data.conversations.encode import Encoded, controls_in, encode
 from rush.data.conversations.formats import detect, read_fields
 from rush.data.conversations.preparation import DocumentPreparation
 from rush.data.conversations.rows import Row
 from rush.data.conversations.store import DocumentWriter
 from rush.data.conversations.templates import Template
-from rush.data.conversations.turns import BadRow, Pair, Sample
-from rush.data.preparation_unit import split_of
+from rush.data.conversations.turns import BadRow, Pair, Sample, Text, Turn
+from rush.data.holdout import split_of
 from rush.data.tokenizer import Tokenizer
 from rush.errors import DataError
+
+LONG_LETTERS = 1_000_000
 
 
 def read_row(row: Row, preparation: DocumentPreparation) -> tuple[str, Sample, list[str]]:
@@ -25,8 +27,11 @@ def read_row(row: Row, preparation: DocumentPreparation) -> tuple[str, Sample, l
 
 def split_of_row(row: Row, sample: Sample | None, preparation: DocumentPreparation) -> str:
     """The split of a row, by its group (its prompt); of a bad row, by its name."""
-    group = row.group or (sample.group if sample is not None else row.name)
-    return split_of(group, preparation.seed, preparation.validation)
+    return split_of(group_of_row(row, sample), preparation.seed, preparation.validation)
+
+
+def group_of_row(row: Row, sample: Sample | None) -> str:
+    return row.group or (sample.group if sample is not None else row.name)
 
 
 def write_row(
@@ -41,6 +46,8 @@ def write_row(
     try:
         name, sample, unused = read_row(row, preparation)
         counts = writers[split_of_row(row, sample, preparation)].counts
+        if preparation.too_long != "cut":
+            _check_length(sample, tokenizer, preparation.sequence)
         encoded = _encode(sample, tokenizer, template, preparation.train_on)
         kept = _fitting(encoded, preparation)
     except BadRow as bad:
@@ -53,6 +60,7 @@ def write_row(
         raise DataError(f"{row.name}: {error}") from error
     counts.rows += 1
     counts.use(name, unused)
+    counts.note_controls(controls_in(_turns(sample), tokenizer))
     if lost := sum(map(len, encoded)) - sum(map(len, kept)):
         counts.shorten(lost, row.name)
     names = (row.name,) if len(kept) == 1 else (f"{row.name} (chosen)", f"{row.name} (rejected)")
@@ -71,6 +79,21 @@ def _refuse(row: Row, bad: BadRow, preparation: DocumentPreparation) -> None:
         raise DataError(
             f"{row.name}: {bad}; {instead}, or set {key} to 'drop' to drop and count such rows{more}."
         ) from bad
+
+
+def _turns(sample: Sample) -> tuple[Turn, ...]:
+    if isinstance(sample, Text):
+        return ()
+    return sample.prompt + sample.chosen + sample.rejected if isinstance(sample, Pair) else sample.turns
+
+
+def _check_length(sample: Sample, tokenizer: Tokenizer, limit: int) -> None:
+    """Refuse a row of megabytes by its length alone: to encode it would take a minute."""
+    letters = (
+        len(sample.text) if isinstance(sample, Text) else max(len(turn.content) for turn in _turns(sample))
+    )
+    if letters > LONG_LETTERS and (fewest := tokenizer.fewest_tokens(letters)) > limit:
+        raise BadRow("too long", f"more than {fewest:,} tokens, longer than batch.sequence = {limit:,}")
 
 
 def _encode(sample: Sample, tokenizer: Tokenizer, template: Template, train_on: str) -> list[Encoded]:

@@ -7,11 +7,12 @@ text         text (or the field that data.text_field names)
 preference   chosen and rejected, as texts beside a prompt, or as conversations that share a beginning
 
 In all formats but text, the field system (or system_prompt) is a system turn at the start. A turn may have a weight: 0 is not
-trained, 1 is trained. Tool calls are refused. Other fields are unused, and listed by `read_fields`. A null counts as missing.
+trained, 1 is trained. The field tools (a list of JSON schemas) goes to the chat template. Tool calls are refused. Other fields are unused, and listed by `read_fields`. A null counts as missing.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -152,7 +153,27 @@ def _conversation(fields: _Fields, turns: tuple[Turn, ...]) -> Conversation:
     turns = _with_system(fields, turns)
     check_order(turns)
     check_contents(turns)
-    return Conversation(turns)
+    return Conversation(turns, _tools(fields))
+
+
+def _tools(fields: _Fields) -> str | None:
+    """The tools of a row, as JSON; None where there are none. Some datasets write them as a JSON text."""
+    if fields.take("functions"):
+        raise BadRow("tools", "the field functions is not supported; write the functions as tools")
+    tools = fields.take("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "[]")
+        except (ValueError, RecursionError) as error:
+            raise BadRow("tools", "the field tools is a text that is no JSON") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise BadRow("tools", f"tools must be a list of JSON schemas; found {type(tools).__name__}")
+    try:
+        return json.dumps(tools, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRow("tools", f"tools cannot be written as JSON ({error})") from error
 
 
 def _with_system(fields: _Fields, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
@@ -188,7 +209,7 @@ def _preference(fields: _Fields) -> Pair:
         pair = _pair_of_texts(fields)
     else:
         pair = _pair_of_conversations(fields, _turns(fields, "chosen"), _turns(fields, "rejected"))
-    pair = replace(pair, prompt=_with_system(fields, pair.prompt))
+    pair = replace(pair, prompt=_with_system(fields, pair.prompt), tools_json=_tools(fields))
     if _stripped(pair.chosen) == _stripped(pair.rejected):
         raise BadRow("chosen equals rejected", "chosen and rejected are the same answer")
     for conversation in pair.conversations:

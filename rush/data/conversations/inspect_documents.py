@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from rush.data.conversations.documents_manifest import DocumentManifest, verify_documents
 from rush.data.conversations.store import DocumentSet
+from rush.data.holdout import held_out_note
 from rush.data.inspect import quartiles
 from rush.data.shards import SPLITS
 from rush.data.tokenizer import Tokenizer
@@ -39,6 +40,7 @@ def document_statistics(folder: str | Path) -> dict[str, Any]:
         "bad_rows": asked["bad_rows"],
         "vocab_size": manifest.vocab_size,
         "content_sha256": manifest.content_sha256,
+        "held_out_note": held_out_note(asked),
         "splits": {split: _split_statistics(folder, manifest, split) for split in SPLITS},
     }
 
@@ -69,12 +71,17 @@ def places(names: list[str]) -> str:
 def left_out(splits: dict[str, Any]) -> list[list[str]]:
     """A table of dropped and truncated rows: split, reason, count, the first names."""
     lost = [
-        [name, reason, f"{count:,}", places(counts["examples"][reason])]
+        [name, reason, f"{count:,}", places(counts["examples"].get(reason, []))]
         for name, counts in splits.items()
         for reason, count in counts["dropped"].items()
     ]
     return lost + [
-        [name, "cut", f"{c['cut']:,}", f"{c['cut_tokens']:,} tokens lost: {places(c['examples']['cut'])}"]
+        [
+            name,
+            "cut",
+            f"{c['cut']:,}",
+            f"{c['cut_tokens']:,} tokens lost: {places(c['examples'].get('cut', []))}",
+        ]
         for name, c in splits.items()
         if c["cut"]
     ]
@@ -82,10 +89,19 @@ def left_out(splits: dict[str, Any]) -> list[list[str]]:
 
 def unused_columns(splits: dict[str, Any]) -> str:
     """The unused columns, each with its number of rows; empty where there are none."""
+    return _listed(splits, "unused")
+
+
+def control_tokens(splits: dict[str, Any]) -> str:
+    """The control tokens that turns spell out and what became of them, each with its number of rows."""
+    return _listed(splits, "controls")
+
+
+def _listed(splits: dict[str, Any], kind: str) -> str:
     total: Counter[str] = Counter()
     for counts in splits.values():
-        total.update(counts["unused"])
-    named = [f"{column} ({total[column]:,} rows)" for column in sorted(total)]
+        total.update(counts[kind])
+    named = [f"{name} ({total[name]:,} rows)" for name in sorted(total)]
     more = f" and {len(named) - UNUSED_NAMED:,} more" if len(named) > UNUSED_NAMED else ""
     return ", ".join(named[:UNUSED_NAMED]) + more
 

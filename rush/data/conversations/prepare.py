@@ -10,6 +10,7 @@ preparation.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -27,12 +28,13 @@ from rush.data.conversations.documents_manifest import (
     verify_documents,
     write_document_manifest,
 )
-from rush.data.conversations.filtering import read_row, split_of_row, write_row
+from rush.data.conversations.filtering import group_of_row, read_row, split_of_row, write_row
 from rush.data.conversations.preparation import DocumentPreparation
-from rush.data.conversations.rows import plan_rows, read_unit_rows
+from rush.data.conversations.rows import Row, plan_rows, read_unit_rows
 from rush.data.conversations.store import DocumentWriter
 from rush.data.conversations.templates import Template, find_template
-from rush.data.conversations.turns import BadRow, Conversation, Text
+from rush.data.conversations.turns import BadRow, Conversation, Sample, Text
+from rush.data.holdout import share_that_holds
 from rush.data.preparation_unit import cached_tokenizer
 from rush.data.prepare import Progress, saved_or_trained
 from rush.data.published_tokenizers import find_tokenizer
@@ -43,6 +45,8 @@ from rush.data.tokenizer import Tokenizer
 from rush.data.worker_pool import check_workers, run_each
 from rush.errors import DataError
 from rush.files import remove_temporaries, write_atomic
+
+Units = list[tuple[Unit, int | None]]
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,7 @@ def _open(
     """Remove temporary files, find or train the tokenizer, plan the units. The caller holds the folder's lock."""
     remove_temporaries(folder, deep=True)
     units = plan_rows(preparation.source, preparation.files, preparation.limit)
+    preparation = replace(preparation, validation=_held_out_share(preparation, units))
     if tokenizer is None:
         texts = _training_texts(preparation, units)
         tokenizer = saved_or_trained(folder, texts, preparation.vocab_size, preparation.tokenizer_bytes)
@@ -142,21 +147,32 @@ def _open(
     return [_Job(folder, unit, take, preparation, template, vocab_size) for unit, take in units], tokenizer
 
 
-def _training_texts(preparation: DocumentPreparation, units: list[tuple[Unit, int | None]]) -> Iterator[str]:
+def _training_texts(preparation: DocumentPreparation, units: Units) -> Iterator[str]:
     """The texts of the training rows."""
+    for row, sample in _good_rows(preparation, units):
+        if split_of_row(row, sample, preparation) != "train":
+            continue
+        if isinstance(sample, Text):
+            yield sample.text
+        else:
+            turns = sample.turns if isinstance(sample, Conversation) else sample.prompt + sample.chosen
+            yield "\n".join(turn.content for turn in turns)
+
+
+def _good_rows(preparation: DocumentPreparation, units: Units) -> Iterator[tuple[Row, Sample]]:
+    """The rows that can be read; the others are reported when they are encoded."""
     for unit, take in units:
         for row in read_unit_rows(preparation.source, unit, take):
-            try:
-                _, sample, _ = read_row(row, preparation)
-            except BadRow:
-                continue  # reported when it is encoded
-            if split_of_row(row, sample, preparation) != "train":
-                continue
-            if isinstance(sample, Text):
-                yield sample.text
-            else:
-                turns = sample.turns if isinstance(sample, Conversation) else sample.prompt + sample.chosen
-                yield "\n".join(turn.content for turn in turns)
+            with contextlib.suppress(BadRow):
+                yield row, read_row(row, preparation)[1]
+
+
+def _held_out_share(preparation: DocumentPreparation, units: Units) -> float:
+    """The share of rows to hold out, enough for one question. (A stream of the hub is not read twice for it.)"""
+    if any(piece.kind == "hub" for unit, _ in units for piece in unit.slices):
+        return preparation.validation
+    groups = (group_of_row(row, sample) for row, sample in _good_rows(preparation, units))
+    return share_that_holds(groups, preparation.seed, preparation.validation)
 
 
 def _run(jobs: list[_Job], workers: int, progress: Callable[[Progress], None] | None) -> None:
@@ -192,13 +208,15 @@ def _finish(
     for unit in units:
         counts = {split: counts[split].plus(unit.counts[split]) for split in SPLITS}
     vocab_size = preparation.vocab_size or tokenizer.vocab_size
+    share = jobs[0].preparation.validation
+    one = {} if share == preparation.validation else {"held_out_share": share}
     manifest = DocumentManifest(
         dtype=token_dtype(vocab_size).str,
         vocab_size=vocab_size,
         eos_id=tokenizer.eos_id,
         tokenizer_sha256=tokenizer.sha256,
         key=key,
-        preparation=preparation.describe() | {"template": jobs[0].template.name},
+        preparation=preparation.describe() | {"template": jobs[0].template.name} | one,
         paired=preparation.paired,
         counts=counts,
         shards=tuple(

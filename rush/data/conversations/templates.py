@@ -8,11 +8,13 @@ line end, not a space, which would be part of the answer's first token.
 from __future__ import annotations
 
 import datetime
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from rush.data.chat import render
+from rush.data.chat import OWN, reads_tools, render_parts
 from rush.data.conversations.turns import Turn
 from rush.data.tokenizer import Tokenizer
 from rush.errors import RecipeError, nearest
@@ -59,6 +61,11 @@ _NAMED: dict[str, tuple[str, str | None]] = {
     "raw": (_RAW, None),
 }
 NAMES = ("auto", *_NAMED)
+OWN |= {
+    source.replace("END", end)
+    for source, mark in _NAMED.values()
+    for end in ("eos_token", *([f"'{mark}'"] if mark else []))
+}
 
 TRAINING_DATE = datetime.date(2024, 7, 26)
 """The date for templates that write it, so that prepared data does not change."""
@@ -79,19 +86,38 @@ class Template:
         """Whether it marks the generated text."""
         return _MARKED.search(self.source) is not None
 
-    def render(
-        self, turns: Sequence[Turn], *, generation: bool = False, marks: tuple[str, str] = ("", "")
-    ) -> str:
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-        return render(
+    @property
+    def takes_tools(self) -> bool:
+        """Whether it reads the tools of a conversation."""
+        return _takes_tools(self.source)
+
+    def render(self, turns: Sequence[Turn], *, generation: bool = False) -> str:
+        return self.render_parts(turns, [(len(turns), generation)])[0]
+
+    def render_parts(
+        self,
+        turns: Sequence[Turn],
+        parts: Sequence[tuple[int, bool]],
+        *,
+        tools: Sequence[Any] | None = None,
+        marks: tuple[str, str] = ("", ""),
+    ) -> list[str]:
+        """One text per part: the first so many turns, with or without the generation prompt."""
+        return render_parts(
             self.source,
-            messages,
-            generation,
+            [{"role": turn.role, "content": turn.content} for turn in turns],
+            parts,
+            tools=tools,
             date=TRAINING_DATE,
             marks=marks,
             bos_token=self.bos_token,
             eos_token=self.eos_token,
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_tools(source: str) -> bool:
+    return reads_tools(source)
 
 
 def find_template(name: str, tokenizer: Tokenizer) -> Template:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 ROLES = ("system", "user", "assistant")
+MOST_TURNS = 2000
+"""A template is rendered up to every answer: the time grows with the square of the turns."""
 
 
 class BadRow(Exception):
@@ -27,6 +31,13 @@ class Turn:
 @dataclass(frozen=True)
 class Conversation:
     turns: tuple[Turn, ...]
+    tools_json: str | None = None
+    """The functions the assistant may call, as a JSON list of schemas."""
+
+    @property
+    def tools(self) -> list[Any] | None:
+        found: list[Any] | None = None if self.tools_json is None else json.loads(self.tools_json)
+        return found
 
     @classmethod
     def of(cls, messages: Sequence[Mapping[str, str]]) -> Conversation:
@@ -61,10 +72,12 @@ class Pair:
     prompt: tuple[Turn, ...]
     chosen: tuple[Turn, ...]
     rejected: tuple[Turn, ...]
+    tools_json: str | None = None
 
     @property
     def conversations(self) -> tuple[Conversation, Conversation]:
-        return Conversation(self.prompt + self.chosen), Conversation(self.prompt + self.rejected)
+        chosen, rejected = self.prompt + self.chosen, self.prompt + self.rejected
+        return Conversation(chosen, self.tools_json), Conversation(rejected, self.tools_json)
 
     @property
     def group(self) -> str:
@@ -80,6 +93,10 @@ def _joined(turns: Sequence[Turn]) -> str:
 
 def check_order(turns: Sequence[Turn]) -> None:
     """Check the order: an optional system turn, then user and assistant alternately, the assistant last."""
+    if len(turns) > MOST_TURNS:
+        raise BadRow(
+            "too many turns", f"the conversation has {len(turns):,} turns; at most {MOST_TURNS:,} are read"
+        )
     roles = [turn.role for turn in turns]
     talk = roles[1:] if roles[:1] == ["system"] else roles
     expected = ["user", "assistant"] * ((len(talk) + 1) // 2)
