@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-from rush.cli.output import note
+from rush.cli.output import note, write_piece
 
 COMMANDS = {
     "/switch": "toggle between adapter and base (key: Ctrl-T)",
@@ -114,8 +114,7 @@ class ChatSession:
         text = ""
         for piece in stream_text(self.tokenizer.decode, ids):
             text += piece
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+            write_piece(piece)
         sys.stdout.write("\n")
         self.messages.append({"role": "assistant", "content": text})
         return True

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from rush.cli.options import ExecutorOptions, Json, parse_options
-from rush.cli.output import note, print_json, print_table
+from rush.cli.output import echo, note, print_json, print_table
 
 if TYPE_CHECKING:
     from rush.data.clean import CleanProgress
@@ -136,15 +136,15 @@ def _show(report: dict[str, Any], output: Path, examples: int) -> None:
     unreadable = {"name": "(unreadable)", "examples": report["unreadable_examples"]}
     for stage in [unreadable, *report["stages"]]:
         if stage["examples"][:examples]:
-            typer.secho(f"\nremoved by {stage['name']}", bold=True)
+            echo(f"\nremoved by {stage['name']}", bold=True)
         for example in stage["examples"][:examples]:
-            typer.echo(f"  {example['document']}: {example['reason']}")
-            typer.secho(f"    {_one_line(example['row'])}", dim=True)
+            echo(f"  {example['document']}: {example['reason']}")
+            echo(f"    {_one_line(example['row'])}", dim=True)
     share = counts["kept"] / counts["read"] if counts["read"] else 0
     name = output.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".parquet")
     beside = output / "removed" if name == output.name else output.with_name(f"{name}.removed")
-    typer.echo(f"\nWrote {output}: {counts['kept']:,} of {counts['read']:,} documents ({share:.1%}); "
-               f"more of what was removed is in {beside}/")  # fmt: skip
+    echo(f"\nWrote {output}: {counts['kept']:,} of {counts['read']:,} documents ({share:.1%}); "
+         f"more of what was removed is in {beside}/")  # fmt: skip
 
 
 def _percent(stage: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import typer
 
 from rush.cli import clean, inspect
 from rush.cli.options import ExecutorOptions, Json, Overrides, RecipeName, parse_options
-from rush.cli.output import print_json, print_table
+from rush.cli.output import echo, print_json, print_table
 from rush.errors import RecipeError
 
 app = typer.Typer(help="Clean, prepare, inspect and verify training data.", no_args_is_help=True)
@@ -84,8 +84,8 @@ def show(
     sample = sample_window(folder, sequence=sequence, index=window)
     _report(folder, json, {"sample": sample})
     if not json:
-        typer.secho(f"\n{sample['sample']} of {sample['windows']:,} windows", bold=True)
-        typer.echo(sample["text"])
+        echo(f"\n{sample['sample']} of {sample['windows']:,} windows", bold=True)
+        echo(sample["text"])
 
 
 @app.command()
@@ -100,9 +100,7 @@ def verify(folder: Prepared, json: Json = False) -> None:
     if json:
         print_json({"folder": str(folder), "ok": True, "shards": len(manifest.shards)})
         return
-    typer.echo(
-        f"{folder}: all {len(manifest.shards)} shards are intact and every token id is in the vocabulary."
-    )
+    echo(f"{folder}: all {len(manifest.shards)} shards are intact and every token id is in the vocabulary.")
 
 
 def _report(folder: Path, json: bool, more: dict[str, Any] | None = None) -> None:
@@ -112,7 +110,7 @@ def _report(folder: Path, json: bool, more: dict[str, Any] | None = None) -> Non
     if json:
         print_json(found)
         return
-    typer.echo(
+    echo(
         f"{found['folder']}\nsource {found['source']}, vocabulary {found['vocab_size']:,}, {found['dtype']}\n"
     )
     rows = [

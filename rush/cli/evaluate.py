@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rush.cli.options import Device, Json, ModelFolder
-from rush.cli.output import note, print_json, print_table
+from rush.cli.output import echo, note, print_json, print_table
 
 
 def evaluate(
@@ -77,8 +77,8 @@ def evaluate(
     names = [model.folder for model in found.models]
     print_table(["", *names], _figures(found.models), title=f"on {found.about}" if found.about else None)
     for said in found.answers:
-        typer.echo("")
-        typer.secho(said.prompt, bold=True)
+        echo()
+        echo(said.prompt, bold=True)
         columns = [text or "(nothing)" for text in said.texts]
         print_table(names, [columns])
 

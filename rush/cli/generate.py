@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from rush.cli.options import Device, Json, ModelFolder
-from rush.cli.output import note, print_json
+from rush.cli.output import note, print_json, write_piece
 
 MaxTokens = Annotated[int, typer.Option(help="Maximum new tokens.")]
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
@@ -62,10 +62,6 @@ def generate(
     """
     from rush.api import generate as continue_prompt
 
-    def show(piece: str) -> None:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-
     said = continue_prompt(
         folder,
         prompt,
@@ -79,7 +75,7 @@ def generate(
         device=device,
         adapter=adapter,
         offload=offload,
-        show=None if json else show,
+        show=None if json else write_piece,
         note=note,
     )
     if json:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rush.cli.options import ExtraTechniques, Json, Overrides, RecipeName
-from rush.cli.output import note, print_json
+from rush.cli.output import echo, note, print_json
 
 
 def overfit(
@@ -57,6 +57,6 @@ def overfit(
         for check in verdict.checks:
             mark, colour = ("ok ", "green") if check.good else ("bad", "red")
             typer.secho(mark, fg=colour, nl=False)
-            typer.echo(f" {check.name + ':':<12} {check.what}")
-        typer.secho(verdict.reason, fg="green" if verdict.can_learn else "red", bold=True)
+            echo(f" {check.name + ':':<12} {check.what}")
+        echo(verdict.reason, fg="green" if verdict.can_learn else "red", bold=True)
     raise typer.Exit(0 if verdict.can_learn else 5)

@@ -24,6 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from rush.errors import printable
 from rush.records.metrics import MetricsRow
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -61,10 +62,12 @@ class Lines(View):
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        self._console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        self._console.print(printable(text), style="yellow", highlight=False, markup=False, soft_wrap=True)
 
     def sample(self, step: int, text: str) -> None:
-        self._console.print(f"--- sample at step {step} ---\n{text}\n---", highlight=False, markup=False)
+        self._console.print(
+            f"--- sample at step {step} ---\n{printable(text)}\n---", highlight=False, markup=False
+        )
 
 
 class Panels(View):
@@ -99,10 +102,12 @@ class Panels(View):
         self._progress.update(self._task, completed=row["step"])
 
     def note(self, text: str) -> None:
-        self._live.console.print(Text(text, style="yellow"))
+        self._live.console.print(Text(printable(text), style="yellow"))
 
     def sample(self, step: int, text: str) -> None:
-        self._live.console.print(Panel(Text(text), title=f"sample at step {step}", title_align="left"))
+        self._live.console.print(
+            Panel(Text(printable(text)), title=f"sample at step {step}", title_align="left")
+        )
 
     def close(self) -> None:
         self._live.stop()
