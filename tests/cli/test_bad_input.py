@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,28 @@ class World:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content.encode() if isinstance(content, str) else content)
         return target
+
+    def tokenizer(self, name: str, config: dict[str, Any] | None = None, **parts: Any) -> Path:
+        """The tokenizer of the run with other parts."""
+        tree = json.loads((self.run / "tokenizer" / "tokenizer.json").read_text()) | parts
+        self.file(f"tokenizers/{name}/tokenizer.json", json.dumps(tree))
+        settings = {"eos_token": "<|endoftext|>"} | (config or {})
+        return self.file(f"tokenizers/{name}/tokenizer_config.json", json.dumps(settings)).parent
+
+    def inspect(self, template: str | None, row: dict[str, Any] | None = None) -> list[str]:
+        """Fine-tuning data of one row, with this chat template."""
+        folder = self.tokenizer(
+            f"template-{hash(template)}", {"chat_template": template} if template else None
+        )
+        talk = self.file("talk.jsonl", json.dumps(TALK if row is None else row) + "\n")
+        data = {"source": "files", "files": [str(talk)], "tokenizer": str(folder)}
+        recipe = small_recipe(
+            self.corpus,
+            data=data,
+            objective={"kind": "sft"},
+            batch={"micro": 2, "sequence": 64, "total_tokens": 256},
+        )
+        return ["data", "inspect", str(self.file("sft.toml", recipe))]
 
     def train(self, *changes: str, out: str = "new") -> list[str]:
         return ["train", str(self.recipe), *changes, "--out", str(self.path / out)]
@@ -122,6 +146,47 @@ def other_tokenizer(world: World) -> list[str]:
     return world.train(*changes, out="mismatch")
 
 
+TALK = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
+
+
+def split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def grow(word: str, steps: str = "normalizers") -> dict[str, Any]:
+    """Four replacements, each of which writes a word 500 times for once."""
+    step = {"type": "Replace", "pattern": {"String": word}, "content": word * 500}
+    return {"type": "Sequence", steps: [step] * 4}
+
+
+def parquet_file(texts: list[Any]) -> bytes:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    written = io.BytesIO()
+    parquet.write_table(arrow.table({"text": texts}), written, compression="zstd")
+    return written.getvalue()
+
+
+def parquet_bomb() -> bytes:
+    """A thousand rows that name one text of two megabytes."""
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    written = io.BytesIO()
+    column = arrow.DictionaryArray.from_arrays(arrow.array([0] * 1000), arrow.array(["a" * 2_000_000]))
+    parquet.write_table(arrow.table({"text": column}), written, compression="zstd")
+    return written.getvalue()
+
+
+def damaged_pages() -> bytes:
+    """Every 40th byte between the header and the footer is another."""
+    content = bytearray(parquet_file([f"row {n} of a table" for n in range(3000)]))
+    for place in range(200, len(content) - 2000, 40):
+        content[place] ^= 0x55
+    return bytes(content)
+
+
 CASES: list[tuple[str, int, list[str], Callable[[World], list[str]]]] = [
     # 2: recipe or arguments
     ("no recipe", 2, ["no recipe was named"], lambda w: ["train"]),
@@ -172,7 +237,7 @@ CASES: list[tuple[str, int, list[str], Callable[[World], list[str]]]] = [
     ("not Parquet", 3, ["fake.parquet"], lambda w: w.on_files("fake.parquet", b"PAR1 no")),
     ("too little text", 3, ["too short"], lambda w: w.on_files("short.txt", "a b c", "data.vocab_size=257")),
     ("nothing held out", 3, ["validation split", "too short", "a larger data.validation"],
-     lambda w: w.train("data.validation=0.0000001", "run.validate_every=0")),
+     lambda w: w.on_files("one.txt", "the only document " * 90, f"data.tokenizer={w.run / 'tokenizer'}")),
     ("vocabulary not reached", 3, ["vocab"], lambda w: w.on_files("little.txt", "a b c")),
     ("missing tokenizer", 3, ["tokenizer"], lambda w: w.train(f"data.tokenizer={w.path / 'no' / 'tokenizer.json'}")),
     ("wrong tokenizer file", 3, ["tokenizer"], lambda w: w.train(f"data.tokenizer={w.file('tokenizer.json', '{}')}")),
@@ -186,6 +251,36 @@ CASES: list[tuple[str, int, list[str], Callable[[World], list[str]]]] = [
     ("every checkpoint damaged", 3, ["every checkpoint", "damaged"], ruined_run),
     ("corpus changed", 3, ["corpus is not the one"], moved_corpus),
     ("not a prepared corpus", 3, ["manifest"], lambda w: ["data", "verify", str(w.corpus)]),
+    ("a tokenizer that backtracks", 3, ["cannot encode ordinary text", "Regex"],
+     lambda w: w.train(f"data.tokenizer={w.tokenizer('regex', pre_tokenizer=split('(?:[a-z]+[a-z ]+)+#'))}")),
+    ("a tokenizer that grows a text", 3, ["normalizer", "10,000 times as long"],
+     lambda w: w.train(f"data.tokenizer={w.tokenizer('growth', normalizer=grow('zq'))}")),
+    ("a decoder that grows a text", 3, ["decoder", "10,000 times as long"],
+     lambda w: w.train(f"data.tokenizer={w.tokenizer('decoder', decoder=grow('e', 'decoders'))}")),
+    ("a tokenizer cut short", 3, ["is not a tokenizer.json", "EOF"],
+     lambda w: w.train(f"data.tokenizer={w.file('cut/tokenizer.json', (w.run / 'tokenizer' / 'tokenizer.json').read_bytes()[:-900])}")),
+    ("a tokenizer nested deeply", 3, ["recursion limit"],
+     lambda w: w.train(f"data.tokenizer={w.file('deep/tokenizer.json', '{' + chr(34) + 'model' + chr(34) + ':' + '[' * 99999)}")),
+    ("an end token that is no text", 3, ["eos_token", "must be a text; found 5"],
+     lambda w: w.train(f"data.tokenizer={w.tokenizer('number', config={'eos_token': 5})}")),
+    ("damaged Parquet pages", 3, ["the Parquet file is damaged", "Fetch it again"],
+     lambda w: w.on_files("pages.parquet", damaged_pages())),
+    ("numbers in Parquet", 3, ["the text is int, expected a string"],
+     lambda w: w.on_files("numbers.parquet", parquet_file([1, 2, 3]))),
+    ("half a kilobyte of Parquet that unfolds to gigabytes", 3, ["unfolds to more than", "times its"],
+     lambda w: w.on_files("bomb.parquet", parquet_bomb(), f"data.tokenizer={w.run / 'tokenizer'}")),
+    ("a template that never ends", 3, ["talk.jsonl:1", "The chat template does not end"],
+     lambda w: w.inspect("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}")),
+    ("a template without bound on memory", 3, ["The chat template asks for more memory than is allowed"],
+     lambda w: w.inspect("{{ 'a' * 10**10 }}")),
+    ("a template that recurses", 3, ["it recurses or is nested too deeply"],
+     lambda w: w.inspect("{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}")),
+    ("control characters in a role", 3, ["the role '\\x1b[2J'"],
+     lambda w: w.inspect(None, {"messages": [{"role": "\x1b[2J", "content": "x"}]})),
+    ("tools that no template writes", 3, ["talk.jsonl:1", "the row has tools, which the template (chatml) does not write"],
+     lambda w: w.inspect(None, TALK | {"tools": [{"type": "function"}]})),
+    ("a line of 50 MB", 3, ["talk.jsonl:1", "tokens, longer than batch.sequence = 64"],
+     lambda w: w.inspect(None, {"prompt": "q", "completion": "x" * 50_000_000})),
     # 4: machine or environment
     ("no GPU", 4, ["cuda"], lambda w: w.train("run.device=cuda")),
     ("technique needs a GPU", 4, ["tf32 cannot run here", "CUDA"], lambda w: w.train("techniques=['tf32']")),
@@ -223,6 +318,43 @@ def test_bad_input_gets_one_message_and_its_exit_code(
         message = err[err.index("error: ") :].strip()
         assert "\n" not in message, message
         assert message.endswith((".", ")")), message
+
+
+def test_a_share_that_holds_no_document_takes_one_and_says_so(
+    world: World, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(
+            world.train(
+                "data.validation=0.0000001",
+                "run.validate_every=0",
+                "schedule.steps=1",
+                "schedule.warmup=0",
+                out="one",
+            )
+        )
+    err = " ".join(capfd.readouterr().err.split())
+    assert ended.value.code in (0, None), err
+    assert "data.validation = 1e-07 holds none of so few documents: one is held out instead." in err
+
+
+def test_control_characters_of_rows_are_shown_and_not_sent(
+    world: World, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of texts, of names of columns and of files; --json escapes them."""
+    clear = "\x1b[2J\x9b2J\x7f"
+    messages = [{"role": "user", "content": f"a {clear}"}, {"role": "assistant", "content": f"b {clear}"}]
+    rows = "".join(json.dumps({"messages": messages, f"column{clear}": n}) + "\n" for n in range(9))
+    line = world.inspect(None)
+    file = world.file("odd\x1b[2J.jsonl", rows)
+    line.append(f"data.files=[{json.dumps(str(file))}]")
+    for more in ([], ["--json"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*line, "data.too_long=cut", *more])
+        said = "".join(capfd.readouterr())
+        assert ended.value.code in (0, None), said
+        assert not [c for c in said if unicodedata.category(c) == "Cc" and c not in "\n\t"]
+    assert json.loads(said)["examples"][0]["pieces"][1]["text"].startswith(f"b {clear}")
 
 
 def test_nothing_was_lost_of_the_finished_run(world: World) -> None:
