@@ -34,13 +34,37 @@ def sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, residual.dtype)
 
 
-def empty(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype or x.dtype)
+def register(
+    norm: Any, add_norm: Any, backward: Any, add_backward: Any, num_parameters: int, num_statistics: int
+) -> None:
+    """Register shapes for tracing and autograd of a norm's operators: alone and after a residual add, forward and backward.
 
+    They take x (the residual), the parameters, eps and the dtype of the result, in this order.
+    """
 
-def empty_statistic(x: Tensor) -> Tensor:
-    """One fp32 number for each row."""
-    return x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+    def statistics(x: Tensor) -> list[Tensor]:
+        """fp32 numbers for each row."""
+        rows = x.numel() // x.shape[-1]
+        return [x.new_empty(rows, dtype=torch.float32) for _ in range(num_statistics)]
+
+    def result(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        return x.new_empty(x.shape, dtype=rest[-1]), *statistics(x)
+
+    def add_result(x: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        total = x.new_empty(x.shape, dtype=sum_dtype(x, residual))
+        return x.new_empty(x.shape, dtype=rest[-1]), total, *statistics(x)
+
+    def input_gradients(dout: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:
+        return x.new_empty(x.shape), *(weight.new_empty(weight.shape) for _ in range(num_parameters))
+
+    norm.register_fake(result)
+    add_norm.register_fake(add_result)
+    backward.register_fake(input_gradients)
+    add_backward.register_fake(lambda dout, dsum, *saved: input_gradients(dout, *saved))
+    norm.register_autograd(gradients(backward, num_parameters), setup_context=setup_context)
+    add_norm.register_autograd(
+        gradients_add(backward, add_backward, num_parameters), setup_context=setup_context_add
+    )
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rush.kernels import norm_ops, norm_rows
 from rush.kernels.layernorm.triton import layernorm_backward_kernel, layernorm_forward_kernel
-from rush.kernels.norm_ops import empty, empty_statistic, sum_dtype
+from rush.kernels.norm_ops import sum_dtype
 from rush.kernels.support import op
 
 __all__ = ["add_layernorm", "layernorm"]
@@ -86,30 +86,6 @@ def _add_layernorm_backward(
     return _backward(dout, dsum, x, weight, mean, rstd)
 
 
-@_layernorm.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return empty(x, dtype), empty_statistic(x), empty_statistic(x)
-
-
-@_add_layernorm.register_fake
-def _(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, ...]:
-    return empty(x, dtype), empty(x, sum_dtype(x, residual)), empty_statistic(x), empty_statistic(x)
-
-
-@_layernorm_backward.register_fake
-def _(dout: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, ...]:
-    return empty(x), empty(weight), empty(weight)
-
-
-@_add_layernorm_backward.register_fake
-def _(dout: Tensor, dsum: Tensor, x: Tensor, weight: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-    return empty(x), empty(weight), empty(weight)
-
-
-_layernorm.register_autograd(norm_ops.gradients(_layernorm_backward, 2), setup_context=norm_ops.setup_context)
-_add_layernorm.register_autograd(
-    norm_ops.gradients_add(_layernorm_backward, _add_layernorm_backward, 2),
-    setup_context=norm_ops.setup_context_add,
+norm_ops.register(
+    _layernorm, _add_layernorm, _layernorm_backward, _add_layernorm_backward, 2, num_statistics=2
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rush.kernels import norm_ops, norm_rows
-from rush.kernels.norm_ops import empty, empty_statistic, sum_dtype
+from rush.kernels.norm_ops import sum_dtype
 from rush.kernels.rmsnorm.triton import rmsnorm_backward_kernel, rmsnorm_forward_kernel
 from rush.kernels.support import op
 
@@ -79,28 +79,4 @@ def _add_rmsnorm_backward(
     return _backward(dout, dsum, x, weight, rstd)
 
 
-@_rmsnorm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return empty(x, dtype), empty_statistic(x)
-
-
-@_add_rmsnorm.register_fake
-def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return empty(x, dtype), empty(x, sum_dtype(x, residual)), empty_statistic(x)
-
-
-@_rmsnorm_backward.register_fake
-def _(dout: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    return empty(x), empty(weight)
-
-
-@_add_rmsnorm_backward.register_fake
-def _(dout: Tensor, dsum: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    return empty(x), empty(weight)
-
-
-_rmsnorm.register_autograd(norm_ops.gradients(_rmsnorm_backward, 1), setup_context=norm_ops.setup_context)
-_add_rmsnorm.register_autograd(
-    norm_ops.gradients_add(_rmsnorm_backward, _add_rmsnorm_backward, 1),
-    setup_context=norm_ops.setup_context_add,
-)
+norm_ops.register(_rmsnorm, _add_rmsnorm, _rmsnorm_backward, _add_rmsnorm_backward, 1, num_statistics=1)
