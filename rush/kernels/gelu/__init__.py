@@ -6,12 +6,10 @@ Takes fp32, bf16 and fp16; computes in fp32 and rounds once. A non-contiguous in
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from rush.kernels import cpu
-from rush.kernels.support import FLOATS, op, require, require_device, uses_cpp
+from rush.kernels.support import FLOATS, op, register_elementwise, require, require_device, uses_cpp
 
 __all__ = ["gelu"]
 
@@ -42,23 +40,4 @@ def _gelu_backward(dout: Tensor, x: Tensor) -> Tensor:
     return kernels.backward(dout, x)
 
 
-@_gelu.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@_gelu_backward.register_fake
-def _(dout: Tensor, x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(ctx: Any, dout: Tensor) -> Tensor:
-    dx: Tensor = _gelu_backward(dout, *ctx.saved_tensors)
-    return dx
-
-
-_gelu.register_autograd(_gradients, setup_context=_setup_context)
+register_elementwise(_gelu, _gelu_backward)

@@ -7,12 +7,10 @@ first. Deterministic.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from rush.kernels import cpu
-from rush.kernels.support import FLOATS, op, require, require_device, uses_cpp
+from rush.kernels.support import FLOATS, op, register_elementwise, require, require_device, uses_cpp
 
 __all__ = ["swiglu"]
 
@@ -47,27 +45,4 @@ def _swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Te
     return kernels.backward(dout, gate, up)
 
 
-def _like(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@_swiglu.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    return _like(gate)
-
-
-@_swiglu_backward.register_fake
-def _(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return _like(gate), _like(up)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor] = _swiglu_backward(dout, *ctx.saved_tensors)
-    return gradients
-
-
-_swiglu.register_autograd(_gradients, setup_context=_setup_context)
+register_elementwise(_swiglu, _swiglu_backward)
