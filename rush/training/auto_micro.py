@@ -11,6 +11,7 @@ start there continues with half of the noted one.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from rush.data import Batch
 from rush.errors import MachineError
 from rush.files import write_json_atomic
 from rush.hardware import Machine, free_memory, out_of_memory, peak_memory_bytes, reset_peak_memory
-from rush.hardware.memory_use import free_cached, free_host_memory, memory_in_use, trim_heap
+from rush.hardware.memory_use import free_host_memory, memory_in_use, trim_heap
 from rush.parallel import Ranks
 from rush.plan.memory import memory_of
 from rush.plan.micro_batch import best, candidates, needed, rates_of
@@ -113,9 +114,7 @@ class MicroBatchSearch:
             if not out_of_memory(error):
                 self._remove()
                 raise
-        if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # compiled code of the discarded run
-        free_cached(device)
+        _free()
         if device == "cpu" and took is not None and took > (1 - SPARE) * room:
             took = None
         peaks = self.ranks.all_gather_object(took)
@@ -170,6 +169,15 @@ def _with_reference(run: Run, batch: Batch) -> Batch:
     if not wants_cached(run):
         return batch
     return replace(batch, reference_b=torch.zeros(batch.tokens_bt.shape[0]))
+
+
+def _free() -> None:
+    """Free the memory of a discarded run, compiled code included."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _gib(size: float) -> str:
