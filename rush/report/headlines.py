@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rush.records.gains import TIGHT
 from rush.report import formatting
-from rush.report.ladder import LadderView, RungView
+from rush.report.ladder import LadderView, ParityView, RungView
 from rush.report.lenient import Json, shown, text, whole
 
 VIEWS = {
@@ -213,6 +213,18 @@ def _steps_s(rung: RungView) -> float:
     """Seconds of compiling, warming up and of one timed step in each sample: the least that the rung can have taken."""
     timed = sum(rung.step.samples) / 1000 if rung.step else 0.0
     return timed + max(0.0, rung.compile_s or 0.0) + max(0.0, rung.warmup_s or 0.0)
+
+
+def finest_words(parity: ParityView) -> str:
+    """The finest test that a rung passed, whatever was promised; with the gap where only the curve agrees."""
+    if parity.measured is None:
+        return ""
+    gap = (
+        f", gap {formatting.share(abs(parity.gap))}"
+        if parity.measured == "statistical" and parity.gap is not None
+        else ""
+    )
+    return f"Finest test passed: {parity.measured}{gap}."
 
 
 def disturbed_words(rung: RungView) -> str:

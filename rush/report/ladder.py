@@ -73,6 +73,10 @@ class DisturbedView:
 class ParityView:
     verdict: lenient.Word
     promise: Annotated[lenient.Text, under("class")] = None
+    measured: lenient.Text = None
+    """The finest test it passed, whatever was promised; None in older records."""
+    gap: lenient.Real = None
+    """Difference of the mean loss over the second half of the steps, relative to the decrease of the loss."""
     tolerance: lenient.Real = None
     worst: lenient.Real = None
     steps: lenient.Whole = None

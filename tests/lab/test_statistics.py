@@ -35,6 +35,7 @@ def test_students_quantile_is_the_tabulated_one(freedom: int, known: float) -> N
 
 def test_one_disturbed_process_of_three_does_not_move_the_centre() -> None:
     assert center([[100, 101, 99], [100, 100, 102], [10, 11, 12]]) == 100
+    assert center([[100], [100], [100], [85], [80]]) == 100, "nor do two of five"
 
 
 def test_the_interval_of_a_median_has_its_nominal_coverage() -> None:

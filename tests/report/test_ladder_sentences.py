@@ -261,3 +261,21 @@ def test_the_terminals_comparison_shows_a_gain_only_where_it_is_real(
     gain = {"ratio": 1.2, "ci95": interval}
     row: Any = {"tokens_per_s": {"median": 900.0}, "total_gain": gain, "gain": gain, "verdict": "no gain"}
     assert _cell(row) == cell
+
+
+@pytest.mark.parametrize(
+    ("parity", "said"),
+    [
+        (ParityView("equal"), ""),
+        (ParityView("equal", measured="same bits", gap=0.0), "Finest test passed: same bits."),
+        (ParityView("equal", measured="rounding", gap=0.01), "Finest test passed: rounding."),
+        (
+            ParityView("equal", measured="statistical", gap=-0.012),
+            "Finest test passed: statistical, gap 1.2 %.",
+        ),
+    ],
+)
+def test_the_finest_test_a_rung_passed_is_named_where_the_record_has_it(
+    parity: ParityView, said: str
+) -> None:
+    assert headlines.finest_words(parity).replace("\N{NO-BREAK SPACE}", " ").replace("1.20", "1.2") == said
