@@ -182,6 +182,13 @@ def read_document_manifest(folder: str | Path) -> DocumentManifest:
         raise DataError(
             f"{Path(folder) / 'manifest.json'} does not describe a preparation ({', '.join(wrong) or 'source, counts'}). {ADVICE}"
         )
+    for split, counts in manifest.counts.items():
+        held = [(shard.documents, shard.tokens) for shard in manifest.of(split)]
+        sums = (sum(documents for documents, _ in held), sum(tokens for _, tokens in held))
+        if (counts.documents, counts.tokens) != sums or not 0 <= counts.trained <= counts.tokens:
+            raise DataError(
+                f"{Path(folder) / 'manifest.json'}: the counts of the {split} split are not those of its shards. {ADVICE}"
+            )
     return manifest
 
 
