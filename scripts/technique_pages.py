@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from rush.techniques import Technique, conflict_reason, registry
-from rush.techniques.api.contract import Claim, MemoryEffect, Parity, Setting
+from rush.techniques.api.contract import Claim, KnobRange, MemoryEffect, Parity, Setting
 from rush.techniques.api.tolerances import CLOSE, STATISTICAL_END, STATISTICAL_LEARNED
 from rush.tune.moves import named
 
@@ -42,12 +42,17 @@ def page(technique: Technique) -> str:
     ]
     if technique.knobs:
         rows = [
-            f"| `{name}` | {', '.join(f'`{_toml(value)}`' for value in knob.values)} | {knob.meaning} |"
+            f"| `{name}` | {', '.join(f'`{_toml(value)}`' for value in knob.values)} | {knob.meaning} | "
+            f"{_knob_evidence(technique, knob)} |"
             for name, knob in technique.knobs.items()
         ]
         parts.append(
             "\n".join(
-                ["| knob | values (the first is the default) | meaning |", "| --- | --- | --- |", *rows]
+                [
+                    "| knob | values (the first is the default) | meaning | how its effect is seen |",
+                    "| --- | --- | --- | --- |",
+                    *rows,
+                ]
             )
         )
     if technique.settings:
@@ -160,6 +165,14 @@ def _tolerance(parity: Parity) -> str:
 def _evidence(technique: Technique) -> str:
     text = inspect.getdoc(technique.evidence)
     assert text, f"the evidence of {technique.name} has no docstring"
+    return " ".join(text.split())
+
+
+def _knob_evidence(technique: Technique, knob: KnobRange) -> str:
+    if knob.evidence is technique.evidence:
+        return "see Evidence"
+    text = inspect.getdoc(knob.evidence)
+    assert text, f"the evidence of a knob of {technique.name} has no docstring"
     return " ".join(text.split())
 
 

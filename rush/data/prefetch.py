@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Barrier
 from typing import Generic, Self, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ class PrefetchingLoader(ABC, Generic[Place]):
                 "Pinned memory was asked for, but there is no CUDA device. Switch pinning off."
             )
         self.rank, self.world, self.pin = rank, world, pin
-        self._pool = ThreadPoolExecutor(workers, "rush-loader") if workers else None
+        self._pool = _started_pool(workers) if workers else None
         self._ahead = 2 * workers
         self._waiting: deque[tuple[Place, Future[Batch]]] = deque()
 
@@ -84,6 +85,14 @@ class PrefetchingLoader(ABC, Generic[Place]):
 def ceil_nearly(number: float) -> int:
     """The next whole number, or the one just below where rounding is all that is missing."""
     return math.ceil(number - 1e-9 * max(1.0, number))
+
+
+def _started_pool(workers: int) -> ThreadPoolExecutor:
+    """Threads that all run. A pool starts one only when none is idle: with quick jobs fewer would run than were asked for."""
+    pool, gate = ThreadPoolExecutor(workers, "rush-loader"), Barrier(workers)
+    for started in [pool.submit(gate.wait) for _ in range(workers)]:
+        started.result()
+    return pool
 
 
 def check_state(state: Mapping[str, int]) -> None:

@@ -28,6 +28,7 @@ from rush.hardware import peak_memory_bytes, reset_peak_memory
 from rush.models.adapted_linears import NAMES as ADAPTED
 from rush.models.adapters import adapters
 from rush.profiling.breakdown import breakdown, callers, kernel_times, longest
+from rush.profiling.calls import DTYPES, calls, is_kept
 from rush.profiling.comm_overlap import comm_time
 from rush.techniques.api.contract import Observation
 from rush.techniques.api.evidence import compile_counts
@@ -41,10 +42,6 @@ _MATMULS = {
     "aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::_scaled_mm": 0, "aten::_int_mm": 0,
 }  # fmt: skip
 _BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}
-_DTYPES = {
-    "float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16",
-    "c10::Float8_e4m3fn": "float8_e4m3fn", "c10::Float8_e5m2": "float8_e5m2", "signed char": "int8",
-}  # fmt: skip
 
 
 def observe(run: Run, batches: Callable[[], list[Batch]], steps: int = 2) -> Observation:
@@ -66,6 +63,7 @@ def observe(run: Run, batches: Callable[[], list[Batch]], steps: int = 2) -> Obs
             largest_tensor=eager.largest_tensor,
             held_bytes=eager.held_bytes,
             block_forwards=eager.block_forwards,
+            calls=eager.calls,
         )
     return replace(seen, compiled=compile_counts() - before)
 
@@ -99,7 +97,7 @@ def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int) -> Obser
     input_dtypes = {
         event.correlation_id(): event.dtypes()
         for event in prof.profiler.kineto_results.events()
-        if event.name() in operands or event.name() in _BATCHED
+        if event.name() in operands or event.name() in _BATCHED or is_kept(event.name())
     }
     # Work of the loader is not the step's.
     events = [event for event in (prof.events() or []) if DATA not in callers(event)]
@@ -145,6 +143,7 @@ def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int) -> Obser
         holds_head=run.model.holds("head.weight"),
         facts=run.facts,
         longest=longest(times, steps=steps),
+        calls=calls(host, input_dtypes),
     )
 
 
@@ -181,7 +180,7 @@ def _matmuls(host: list[FunctionEvent], dtypes: Mapping[int, list[str]], run: Ru
         first = operands.get(event.name, _BATCHED.get(event.name))
         if first is None or len(shapes) < first + 2 or event.id in again:
             continue
-        read = {_DTYPES.get(dtype, dtype) for dtype in dtypes[event.id][first : first + 2]}
+        read = {DTYPES.get(dtype, dtype) for dtype in dtypes[event.id][first : first + 2]}
         seen_dtypes |= {own_ops[event.name]} if event.name in own_ops else read
         if event.name in operands:
             (rows, inner), (_, columns) = shapes[first : first + 2]

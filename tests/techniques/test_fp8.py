@@ -155,8 +155,10 @@ def test_the_evidence_fails_where_the_kernels_did_not_run() -> None:
     run = make_run("fp8", JOINED, overrides=SMALL)
     seen = trace(run, 1, watch=True).seen
     assert seen is not None
-    assert registry()["fp8"].evidence(seen, {"mlp": "compiler", "scope": "blocks"}).took_effect
-    proof = registry()["fp8"].evidence(seen, {"mlp": "kernel", "scope": "blocks"})
+    shows = registry()["fp8"].knobs["mlp"].evidence
+    assert shows is not None
+    assert shows(seen, {"mlp": "compiler"}).took_effect
+    proof = shows(seen, {"mlp": "kernel"})
     assert not proof.took_effect
     assert "rush::fp8_swiglu_backward" in proof.what
 
@@ -168,7 +170,7 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_head_alone_leaves_the_blocks_as_they_are_and_its_evidence_fails_without_its_kernel() -> None:
-    run = make_run("{name='fp8', scope='head', fast='all'}", "fused_loss", overrides=SMALL)
+    run = make_run("{name='fp8', scope='head'}", "fused_loss", overrides=SMALL)
     assert run.model.loss_head.matmuls == "fp8"  # the gradients of a head never with fast accumulation
     assert not any(isinstance(module, Fp8Linear) for module in run.model.modules())
     seen = trace(run, 1, watch=True).seen
@@ -185,6 +187,7 @@ def test_the_head_alone_leaves_the_blocks_as_they_are_and_its_evidence_fails_wit
         (["{name='fp8', scope='head', recipe='rowwise'}", "fused_loss"], "scaled tensorwise"),
         (["{name='fp8', scope='head', mlp='kernel'}", "fused_loss", JOINED], "scope must include the blocks"),
         (["{name='fp8', scope='head'}", "chunked_loss"], "remove chunked_loss"),
+        (["{name='fp8', scope='head', fast='all'}", "fused_loss"], "never use fast accumulation"),
     ],
 )
 def test_what_a_head_in_8_bits_cannot_stand_beside(techniques: list[str], said: str) -> None:

@@ -196,6 +196,7 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of("{name='fp8', scope='head', recipe='rowwise'}", "fused_loss"))
         own.append(recipe_of("{name='fp8', scope='head', mlp='kernel'}", "fused_loss"))
         own.append(recipe_of("{name='fp8', scope='blocks_and_head'}", overrides=["layout.tp=2"]))
+        own.append(recipe_of("{name='fp8', scope='head', fast='all'}", "fused_loss"))
     if name == "fp16_matmul":
         own.append(recipe_of(name, overrides=["layout.tp=2", "batch.micro=1"]))
         own.append(recipe_of("{name='fp16_matmul', scope='blocks_and_head'}", "fused_loss"))
@@ -223,6 +224,8 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of("{name='ddp', bucket_mb=1}", overrides=both))
     if name == "fsdp":
         own.append(recipe_of("compile", overrides=["batch.micro=1", "layout.fsdp=2"]))
+        whole = "{name='fsdp', unit='model', prefetch=2}"
+        own.append(recipe_of(whole, overrides=["batch.micro=1", "layout.fsdp=2"]))
         for given, other in (("param_dtype='bfloat16'", "pure_bf16"), ("offload=true", "fused_update")):
             own.append(
                 recipe_of(f"{{name='fsdp', {given}}}", other, overrides=["batch.micro=1", "layout.fsdp=2"])

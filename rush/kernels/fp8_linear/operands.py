@@ -47,20 +47,28 @@ def scaled_mm(left: Fp8Tensor, right: Fp8Tensor, dtype: torch.dtype, fast_accum:
             out_dtype=dtype,
             use_fast_accum=fast_accum,
         )
-    out: Tensor = _emulated_matmul(left.values, left.inv_scale, right.values, right.inv_scale, dtype)
+    out: Tensor = _emulated_matmul(
+        left.values, left.inv_scale, right.values, right.inv_scale, dtype, fast_accum
+    )
     return out
 
 
 @op("fp8_emulated_matmul")
 def _emulated_matmul(
-    left: Tensor, left_inv_scale: Tensor, right: Tensor, right_inv_scale: Tensor, dtype: torch.dtype
+    left: Tensor,
+    left_inv_scale: Tensor,
+    right: Tensor,
+    right_inv_scale: Tensor,
+    dtype: torch.dtype,
+    fast_accum: bool,
 ) -> Tensor:
+    # The emulation accumulates in fp32; the flag is an argument so that a profile shows what a GPU would be asked for.
     with torch.autocast(left.device.type, enabled=False):
         return reference.scaled_mm(Fp8Tensor(left, left_inv_scale), Fp8Tensor(right, right_inv_scale), dtype)
 
 
 @_emulated_matmul.register_fake
-def _(left: Tensor, _: Tensor, right: Tensor, __: Tensor, dtype: torch.dtype) -> Tensor:
+def _(left: Tensor, _: Tensor, right: Tensor, __: Tensor, dtype: torch.dtype, fast_accum: bool) -> Tensor:
     return left.new_empty(left.shape[0], right.shape[0], dtype=dtype)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import rush.techniques.api.contract as api
 from rush.models.quantized_formats import Form
 from rush.techniques.adapters.lora import FROZEN_MEMORY, KNOBS, add_adapters, dora_in_fp32
-from rush.techniques.adapters.qlora import BACKENDS, QuantizedBase, dequantized_twice, has_library, quantize
+from rush.techniques.adapters.qlora import BACKEND, QuantizedBase, dequantized_twice, has_library, quantize
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
@@ -34,7 +34,7 @@ technique = api.Technique(
     apply=apply,
     requires=(has_library("int8_base"), dora_in_fp32),
     conflicts=("fp16_matmul", "fp8", "fused_projections", "lora", "qlora", "tp"),
-    knobs={"backend": api.KnobRange(BACKENDS, "library that quantizes"), **KNOBS},
+    knobs={"backend": BACKEND, **KNOBS},
     claim=api.Claim(
         "bytes of the base",
         -0.5,

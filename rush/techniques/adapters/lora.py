@@ -13,19 +13,100 @@ would have to draw it again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 
 import rush.techniques.api.contract as api
 from rush.models import count_parameters
-from rush.models.adapters import ROLE_GROUPS, AdapterSpec, adapt, chosen_linears, init_adapters
+from rush.models.adapters import (
+    ROLE_GROUPS,
+    Adapter,
+    AdapterSpec,
+    adapt,
+    adapters,
+    chosen_linears,
+    init_adapters,
+)
 from rush.parallel.sharded import fill, full_tensor
+from rush.recipe import Knob
+from rush.techniques.api.evidence import read_back
 from rush.techniques.api.facts import AdapterFacts
 
+OPERATORS = {"rush::adapted_linears": 4, "rush::adapted_quantized_linears": 4}
+"""Operators of layers with adapters, and the place of their scales among the arguments."""
+
+
+def _of_adapters(
+    knob: str, what: str, read: Callable[[nn.Linear, Adapter], Knob]
+) -> Callable[[api.Observation, api.Knobs], api.Proof]:
+    """What every adapter of the model has."""
+
+    def found(seen: api.Observation) -> list[Knob]:
+        noted = seen.facts.adapters
+        return [read(layer, adapter) for _, layer, adapter in adapters(noted.model)] if noted else []
+
+    return read_back(knob, what, found)
+
+
+def _rank(layer: nn.Linear, adapter: Adapter) -> int:
+    """The rows of A; from `_parameters`, which has the whole of a sharded one."""
+    a = adapter._parameters["a"]
+    assert a is not None
+    return int(a.shape[0])
+
+
+def _alpha_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The operators of adapted layers were called with alpha / rank as their scale; where there are none (DoRA, fp8), the
+    adapters have it."""
+    noted = seen.facts.adapters
+    calls = [call.values[place] for name, place in OPERATORS.items() for call in seen.calls.get(name, {})]
+    scales = {scale for given in calls for scale in given}
+    if noted is not None and not scales:
+        scales = {adapter.spec.scale for _, _, adapter in adapters(noted.model)}
+    return api.Proof(
+        scales == {float(knobs["alpha"]) / int(knobs["rank"])},
+        f"scales of the adapters: {', '.join(map(str, sorted(scales))) or 'none'}",
+    )
+
+
+def _roles_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The layers of these roles have an adapter that is trained, and no others."""
+    noted = seen.facts.adapters
+    if noted is None:
+        return api.Proof(False, "no adapters were added")
+    found = {
+        name
+        for name, _, adapter in adapters(noted.model)
+        if any(p.requires_grad for p in adapter.parameters())
+    }
+    wanted = {name for name, _ in chosen_linears(noted.model, str(knobs["roles"]))}
+    return api.Proof(
+        found == wanted, f"{len(found)} layers have an adapter, {len(wanted)} have one of the roles"
+    )
+
+
 KNOBS = {
-    "rank": api.KnobRange((16, 1, 2, 4, 8, 32, 64, 128, 256), "rank of the adapters"),
-    "alpha": api.KnobRange((32, 1, 2, 4, 8, 16, 64, 128, 256, 512), "adapters are scaled by alpha / rank"),
-    "roles": api.KnobRange(tuple(ROLE_GROUPS), "linear layers of the blocks that get an adapter"),
-    "variant": api.KnobRange(("lora", "dora"), "dora also trains the magnitude of each row of a weight"),
+    "rank": api.KnobRange(
+        (16, 1, 2, 4, 8, 32, 64, 128, 256),
+        "rank of the adapters",
+        _of_adapters("rank", "rows of the adapters' first matrices", _rank),
+    ),
+    "alpha": api.KnobRange(
+        (32, 1, 2, 4, 8, 16, 64, 128, 256, 512), "adapters are scaled by alpha / rank", _alpha_seen
+    ),
+    "roles": api.KnobRange(
+        tuple(ROLE_GROUPS), "linear layers of the blocks that get an adapter", _roles_seen
+    ),
+    "variant": api.KnobRange(
+        ("lora", "dora"),
+        "dora also trains the magnitude of each row of a weight",
+        _of_adapters(
+            "variant",
+            "adapters with magnitudes are dora, others lora",
+            lambda layer, adapter: "lora" if adapter.magnitude is None else "dora",
+        ),
+    ),
 }
 """Knobs of every technique that trains adapters."""
 
@@ -39,6 +120,7 @@ def add_adapters(build: api.Build, knobs: api.Knobs) -> None:
     adapt(model, {name: spec for name, _ in layers})
     build.weight_hooks.append(lambda model: init_adapters(model, seed, fill, full_tensor))
     build.facts.adapters = AdapterFacts(
+        model=model,
         base=count_parameters(model.shape),
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         layers=len(layers),

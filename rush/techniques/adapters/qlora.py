@@ -23,10 +23,11 @@ from torch import Tensor
 import rush.techniques.api.contract as api
 from rush.hardware import Machine
 from rush.models.quantized import QuantizedLinear, quantize_linears
-from rush.models.quantized_formats import BLOCK, Form, register_dequantizer
-from rush.recipe import Recipe
+from rush.models.quantized_formats import BLOCK, Form, register_dequantizer, stored_parts
+from rush.recipe import Knob, Recipe
 from rush.techniques.adapters.lora import FROZEN_MEMORY, KNOBS, add_adapters, dora_in_fp32
 from rush.techniques.adapters.lora import evidence as adapters_trained
+from rush.techniques.api.evidence import read_back
 from rush.techniques.api.seams import needs_triton
 
 BACKENDS = ("bitsandbytes", "torchao")
@@ -46,6 +47,7 @@ class QuantizedBase:
     bits: float
     """Per weight, with scales."""
     layers: int
+    modules: Sequence[QuantizedLinear]
     dequantized_by: str
     """"rush" or the library."""
 
@@ -70,6 +72,7 @@ def quantize(build: api.Build, form: Form, dequantizer: str | None = None) -> No
         QuantizedBase(
             bits=8 * stored / sum(layer.in_features * layer.out_features for layer in layers),
             layers=len(layers),
+            modules=[layer for layer in layers if isinstance(layer, QuantizedLinear)],
             dequantized_by="rush" if dequantizer == OURS else form.backend,
         )
     )
@@ -138,6 +141,35 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     )
 
 
+def _stored_by(seen: api.Observation) -> list[Knob]:
+    """The library of each layer, if its quantized parts are laid out as that library does."""
+    noted = seen.facts.noted(QuantizedBase)
+    return [
+        layer.form.backend
+        if set(layer.part_names) == set(stored_parts(layer.form, layer.out_features, layer.in_features))
+        else "another layout"
+        for layer in (noted.modules if noted is not None else [])
+    ]
+
+
+BACKEND = api.KnobRange(
+    BACKENDS,
+    "library that quantizes",
+    read_back("backend", "libraries that quantized the layers", _stored_by),
+)
+
+
+def _unpack_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The profile names our dequantizing kernel, or only the library's; auto is ours on CUDA with backend bitsandbytes."""
+    noted, found = seen.facts.noted(QuantizedBase), _dequantized_by(seen)
+    can = bool(seen.kernels) and knobs["backend"] == "bitsandbytes"
+    wanted = {"rush": True, "library": False, "auto": can}[str(knobs["unpack"])]
+    return api.Proof(
+        noted is not None and ("rush" in found) == wanted,
+        f"dequantized by {' and '.join(sorted(found)) or (noted.dequantized_by if noted else 'nobody')}",
+    )
+
+
 def has_library(name: str) -> api.Requirement:
     return api.Requirement(
         "it needs the library that its backend knob names, bitsandbytes or torchao: "
@@ -187,11 +219,12 @@ technique = api.Technique(
     ),
     conflicts=("fp16_matmul", "fp8", "fused_projections", "int8_base", "lora", "tp"),
     knobs={
-        "backend": api.KnobRange(BACKENDS, "library that quantizes"),
+        "backend": BACKEND,
         "unpack": api.KnobRange(
             ("auto", "rush", "library"),
             "kernel that dequantizes, bit for bit the same: ours (CUDA, backend bitsandbytes) or the backend's; auto is "
             "ours where possible",
+            _unpack_seen,
         ),
         **KNOBS,
     },

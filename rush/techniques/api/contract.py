@@ -93,6 +93,9 @@ class KnobRange:
 
     values: tuple[Knob, ...]
     meaning: str
+    evidence: Evidence | None = None
+    """What shows that the value in use took effect: the technique's own `evidence` where that depends on it, or one for this knob.
+    A technique with a knob that nothing shows is never proved."""
 
     @property
     def default(self) -> Knob:
@@ -140,6 +143,17 @@ class WorkEffect:
 
     def value_of(self, knobs: Knobs) -> float | str:
         return self.value if self.by_knob is None else self.by_knob(knobs)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of an operator, as the profiler recorded them."""
+
+    shapes: tuple[Any, ...]
+    """Of tensors the dims, else ()."""
+    dtypes: tuple[str, ...]
+    values: tuple[Any, ...]
+    """Numbers, flags and lists of numbers; None for everything else."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +220,8 @@ class Observation:
     """What techniques noted while they were applied."""
     longest: Sequence[Mapping[str, Any]] = ()
     """The longest kernels (on a CPU operators): `name`, `kind` as in the breakdown, `ms` and `calls` per step."""
+    calls: Mapping[str, Mapping[Call, int]] = field(default_factory=dict)
+    """How collectives, our own operators and a few others (`rush/profiling/calls.py`) were called, and how often."""
 
     @property
     def head_widths(self) -> set[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rush.recipe import Knob
@@ -98,10 +98,35 @@ def head_rows(seen: Observation) -> int:
     return max(rows)
 
 
+def read_back(knob: str, what: str, read: Callable[[Observation], Iterable[Knob]]) -> Evidence:
+    """`read` gives the value in force of each module, tensor or call; all must have the one that was asked for."""
+
+    def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+        found = set(read(seen))
+        return Proof(found == {knobs[knob]}, f"{what}: {', '.join(map(str, found)) or 'none seen'}")
+
+    evidence.__doc__ = f"{what[0].upper()}{what[1:]}."
+    return evidence
+
+
+def prove_use(use: Use, seen: Observation) -> Proof:
+    """The proof of a technique: its own evidence, and that of the value of every knob."""
+    technique, knobs = use.technique, use.knobs
+    proof = technique.evidence(seen, knobs)
+    holds, said = proof.took_effect, [proof.what]
+    for name, knob in technique.knobs.items():
+        if knob.evidence is technique.evidence:
+            continue
+        found = Proof(False, "nothing shows it") if knob.evidence is None else knob.evidence(seen, knobs)
+        holds &= found.took_effect
+        said.append(f"{name} = {knobs[name]}{'' if found.took_effect else ' not seen'}: {found.what}")
+    return Proof(holds, "; ".join(said))
+
+
 def prove(uses: Iterable[Use], seen: Observation) -> dict[str, Proof]:
     """The proof of every technique in use; a rank without the LM head leaves out those of the head."""
     return {
-        use.technique.name: use.technique.evidence(seen, use.knobs)
+        use.technique.name: prove_use(use, seen)
         for use in uses
         if seen.holds_head or not use.technique.head_only
     }

@@ -38,6 +38,7 @@ class CompileCounts:
 class AdapterFacts:
     """Adapters on a frozen model."""
 
+    model: Decoder
     base: int
     """Parameters of the model without adapters."""
     trained: int
@@ -51,6 +52,8 @@ class FsdpFacts:
     """A model sharded by FSDP."""
 
     model: Decoder
+    tops: Sequence[nn.Module]
+    """What was sharded: the model, or this rank's pipeline stages."""
     ranks: int
     roots: int
     """Units besides the blocks, one for each pipeline stage."""
@@ -75,6 +78,8 @@ class PpFacts:
     blocks: list[int]
     num_layers: int
     """Blocks of the whole model."""
+    sequence: int
+    """Positions of a row, for which the split is even."""
     pipeline: Pipeline | None = None
     """Set once the run is built."""
 

@@ -25,6 +25,8 @@ from rush.techniques.api.evidence import attention_ran
 from rush.techniques.api.seams import repeat_heads, set_attention_core, to_autocast_dtype
 from rush.techniques.attention.tiled import HEAD_DIMS, TILED_MEMORY
 
+OPERATORS = ("aten::_scaled_dot_product_cudnn_attention", "rush::cudnn_attention_forward")
+
 # Shapes: b batch, h query heads, k key/value heads, t positions, d head dim.
 
 
@@ -103,6 +105,18 @@ def nondeterministic(recipe: Recipe, knobs: api.Knobs) -> str | None:
     )
 
 
+def _heads_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The cuDNN operator was called with as many key heads as query heads, or with the model's own (which are as many
+    where the model has no grouped-query attention)."""
+    calls = [call for name in OPERATORS for call in seen.calls.get(name, {})]
+    heads = {(call.shapes[0][1], call.shapes[1][1]) for call in calls}
+    groups = 1 if knobs["heads"] == "repeated" else seen.shape.num_heads // seen.shape.num_kv_heads
+    return api.Proof(
+        bool(heads) and all(queries == groups * keys for queries, keys in heads),
+        f"query and key heads of the operator: {', '.join(map(str, sorted(heads))) or 'none seen'}",
+    )
+
+
 technique = api.Technique(
     name="cudnn_attention",
     stage=api.Stage.MODEL,
@@ -131,6 +145,7 @@ technique = api.Technique(
         "heads": api.KnobRange(
             ("repeated", "grouped"),
             "grouped-query attention by repeating keys and values for each query head, or inside the kernel",
+            _heads_seen,
         )
     },
     claim=api.Claim(

@@ -8,15 +8,22 @@ seconds to minutes, and a recompilation whenever a shape changes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import rush.techniques.api.contract as api
 from rush.libraries import hush
+from rush.models import Decoder
 from rush.models.layers import cos_and_sin
 from rush.techniques.api.evidence import compile_counts
+
+PASS = "rush::forward"
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 @torch.library.custom_op("rush::cos_and_sin", mutates_args=())
@@ -28,6 +35,19 @@ def _cos_and_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
 @_cos_and_sin.register_fake
 def _(angles: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(angles), torch.empty_like(angles)
+
+
+@dataclass(frozen=True)
+class CompiledModel:
+    model: Decoder
+    stages: Sequence[nn.Module]
+    """This rank's pipeline stages; empty without a pipeline."""
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """What must be compiled with scope block."""
+        ends = [self.model.final_norm, self.model.loss_head]
+        return [*self.model.blocks, *(end for end in ends if not getattr(end, "stays_eager", False))]
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
@@ -45,6 +65,7 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
     # Where attention is recomputed, compiled code draws seeds from the CPU generator at its first call (for an unused dropout),
     # so a resumed run would draw once more. The generator is restored after each step.
     build.step_contexts.append(partial(torch.random.fork_rng, devices=()))
+    build.facts.note(CompiledModel(model, build.stages))
     parts: list[nn.Module] = [*model.blocks, model.final_norm, model.loss_head]
     traceable = [part for part in parts if not getattr(part, "stays_eager", False)]
     for target in [model] if knobs["scope"] == "model" else traceable:
@@ -55,15 +76,71 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
 
 
 def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
-    """Compiled graphs were called in the profiled steps, backward included."""
-    # A compiled training graph shows its backward pass; replayed in a CUDA graph, only its kernels.
-    replayed = seen.compiled.graphs > 0 and any(name.startswith("triton_") for name in seen.kernels)
+    """Compiled graphs were called in the profiled steps, in every pass as many as the model has parts, backward included
+    (replayed in a CUDA graph: their kernels ran); no graph broke."""
+    noted, counts = seen.facts.noted(CompiledModel), seen.compiled
     calls = seen.ops.get("CompiledFunctionBackward", 0)
+    passes = seen.ops.get(PASS, 0) / (len(noted.stages) or 1 if noted is not None else 1)
+    # (Not every rank of a pipeline has final norm and loss.)
+    each = len(noted.model.blocks) if noted is not None and _compiled(noted.model.blocks) else 1
+    # Replayed in a CUDA graph, compiled graphs show their kernels only.
+    replayed = not calls and counts.graphs > 0 and any(name.startswith("triton_") for name in seen.kernels)
     return api.Proof(
-        calls > 0 or replayed,
-        f"{calls} calls of compiled graphs in the profiled steps; since the build {seen.compiled.graphs} graphs, "
-        f"{seen.compiled.graph_breaks} breaks, {seen.compiled.recompiles} recompiles",
+        noted is not None and (calls >= max(1, each * passes) or replayed) and counts.graph_breaks == 0,
+        f"{calls} calls of compiled graphs in {passes:g} passes, where {each} each are needed; since the build {counts.graphs} graphs, "
+        f"{counts.graph_breaks} breaks, {counts.recompiles} recompiles",
     )
+
+
+def _scope_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The model's forward is compiled, or that of every block, the final norm and the loss."""
+    noted = seen.facts.noted(CompiledModel)
+    if noted is None:
+        return api.Proof(False, "nothing was compiled")
+    whole, parts = _compiled([noted.model]), _compiled(noted.parts)
+    wanted = (1, 0) if knobs["scope"] == "model" else (0, len(noted.parts))
+    return api.Proof(
+        (whole, parts) == wanted,
+        f"compiled: {'the model' if whole else f'{parts} of {len(noted.parts)} parts of the model'}",
+    )
+
+
+def _mode_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The backends of the compiled functions hold the compiler options of this mode; on a GPU modes with CUDA graphs show launches of
+    graphs."""
+    noted = seen.facts.noted(CompiledModel)
+    parts = [noted.model, *noted.parts] if noted is not None else []
+    found = {_mode_of(_options(part.__dict__["forward"])) for part in parts if _compiled([part])}
+    captures = knobs["mode"] in ("reduce-overhead", "max-autotune") and bool(seen.kernels)
+    captured = "cudaGraphLaunch" in seen.ops or not captures
+    return api.Proof(
+        found == {knobs["mode"]} and captured,
+        f"compiler options of mode {', '.join(sorted(found)) or 'none'}; {seen.ops.get('cudaGraphLaunch', 0)} launches of CUDA graphs",
+    )
+
+
+def _options(compiled: Any) -> Mapping[str, Any]:
+    """The options that a compiled function calls the compiler with, read from its innermost backend."""
+    contexts = [cell.cell_contents for cell in compiled.__closure__]
+    backend = next(context.callback for context in contexts if hasattr(context, "callback"))
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    options: Mapping[str, Any] = backend.config
+    return options
+
+
+def _mode_of(options: Mapping[str, Any]) -> str:
+    """The mode whose options these are; of several that fit, the one with the most."""
+    from torch._inductor import list_mode_options
+
+    modes = {mode: {} if mode == "default" else list_mode_options(mode) for mode in MODES}
+    fitting = [m for m, wanted in modes.items() if all(options.get(k) == v for k, v in wanted.items())]
+    return max(fitting, key=lambda mode: len(modes[mode]))
+
+
+def _compiled(modules: Iterable[nn.Module]) -> int:
+    """How many of these modules have a forward that torch.compile made."""
+    return sum(hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable") for module in modules)
 
 
 technique = api.Technique(
@@ -75,11 +152,9 @@ technique = api.Technique(
         "scope": api.KnobRange(
             ("model", "block"),
             "one graph for the model; or one for all blocks, one for the final norm, one for the loss (quicker to build)",
+            _scope_seen,
         ),
-        "mode": api.KnobRange(
-            ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
-            "how much time the compiler may spend",
-        ),
+        "mode": api.KnobRange(MODES, "how much time the compiler may spend", _mode_seen),
     },
     claim=api.Claim(
         "tokens_per_s",

@@ -114,7 +114,7 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
     def trained() -> list[nn.Parameter]:
         return [p for p in model.parameters() if p.requires_grad]
 
-    build.pass_wrappers.append(lambda inner: GraphedPass(inner, trained, writes=writes))
+    build.pass_wrappers.append(lambda inner: build.facts.note(GraphedPass(inner, trained, writes=writes)))
 
 
 def check_sizes(recipe: Recipe, knobs: api.Knobs) -> None:
@@ -133,6 +133,18 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
         launches > 0 and "aten::mm" not in seen.ops and "aten::addmm" not in seen.ops,
         f"{launches} graph launches in the profiled steps; operators of the passes "
         f"{'still ran one by one' if 'aten::mm' in seen.ops else 'did not run one by one'}",
+    )
+
+
+def _gradients_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """Static gradients exist, and the profile shows that a step zeroes them, if, and only if, replays add to them."""
+    noted = seen.facts.noted(GraphedPass)
+    static = len(noted.gradients) if noted is not None else 0
+    zeroed = seen.ops.get("aten::_foreach_zero_", 0)
+    adds = knobs["gradients"] == "added"
+    return api.Proof(
+        noted is not None and bool(noted.graphs) and (static > 0) == adds and (zeroed > 0) == adds,
+        f"{static} static gradients, zeroed {zeroed} times",
     )
 
 
@@ -155,6 +167,7 @@ technique = api.Technique(
         "gradients": api.KnobRange(
             ("added", "written"),
             "whether a replay adds to static gradients, or writes them (steps of one micro batch)",
+            _gradients_seen,
         )
     },
     conflicts=("cp", "ddp", "expandable_segments", "fsdp", "offload_activations", "pp", "tp"),

@@ -20,7 +20,7 @@ class ManualCollection:
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self.steps = 0
+        self.steps = self.collections = 0
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -31,13 +31,14 @@ class ManualCollection:
             self.steps += 1
             if self.steps % self.every == 0:
                 gc.collect()
+                self.collections += 1
         finally:
             if was_enabled:
                 gc.enable()
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
-    build.step_contexts.append(ManualCollection(int(knobs["every"])).disabled)
+    build.step_contexts.append(build.facts.note(ManualCollection(int(knobs["every"]))).disabled)
 
 
 def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
@@ -46,11 +47,22 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     return api.Proof(not seen.gc_enabled, f"automatic garbage collection is {how} inside a step")
 
 
+def _every_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The context of the steps collects at this interval, and has collected as often as it fits into the steps so far."""
+    noted, every = seen.facts.noted(ManualCollection), int(knobs["every"])
+    if noted is None or not noted.steps:
+        return api.Proof(False, "no step ran without automatic collection")
+    return api.Proof(
+        noted.every == every and noted.collections == noted.steps // every,
+        f"{noted.collections} collections in {noted.steps} steps, one every {noted.every}",
+    )
+
+
 technique = api.Technique(
     name="gc_control",
     stage=api.Stage.ENV,
     apply=apply,
-    knobs={"every": api.KnobRange((100, 20, 1000), "steps between collections")},
+    knobs={"every": api.KnobRange((100, 20, 1000), "steps between collections", _every_seen)},
     claim=api.Claim(
         "pauses of hundreds of milliseconds",
         -1.0,

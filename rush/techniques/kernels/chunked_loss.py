@@ -65,10 +65,10 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
 
 
 def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
-    """No LM head matmul covered more than a chunk of tokens at once."""
+    """The largest LM head matmul covered a chunk of tokens, and not all of a micro batch."""
     rows, tokens = head_rows(seen), seen.micro_tokens
     return api.Proof(
-        0 < rows < tokens and rows <= int(knobs["chunk_tokens"]),
+        rows < tokens and rows == int(knobs["chunk_tokens"]),
         f"the LM head matmul covered at most {rows:,} of {tokens:,} tokens at once",
     )
 
@@ -79,7 +79,9 @@ technique = api.Technique(
     apply=apply,
     conflicts=("fused_loss", "liger"),
     knobs={
-        "chunk_tokens": api.KnobRange((1024, 256, 512, 2048, 4096, 64), "tokens whose logits exist at once")
+        "chunk_tokens": api.KnobRange(
+            (1024, 256, 512, 2048, 4096, 64), "tokens whose logits exist at once", evidence
+        )
     },
     claim=api.Claim(
         "bytes of logits",

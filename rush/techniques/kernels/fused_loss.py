@@ -25,6 +25,8 @@ from rush.techniques.api.seams import needs_kernels
 
 FP8_ALIGNMENT = 16
 OP, KERNEL = "rush::linear_cross_entropy", "cross_entropy_forward_kernel"
+CHUNK = 4
+"""The place of the chunk size among the operator's arguments."""
 
 
 class FusedLossHead(nn.Module):
@@ -92,6 +94,22 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     )
 
 
+def _chunk_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The profile shows the loss operator called with so many tokens per chunk; with 0 as many as the kernel chooses for
+    the tokens of the call."""
+    from rush.kernels.linear_cross_entropy.chunks import default_chunk
+
+    asked = int(knobs["chunk_tokens"])
+    calls = [(call.shapes[0][0], call.values[CHUNK]) for call in seen.calls.get(OP, {})]
+    # (With fp8 the chosen size is rounded up.)
+    wanted = [asked or -(-default_chunk(n) // FP8_ALIGNMENT) * FP8_ALIGNMENT for n, _ in calls]
+    given = [found if asked else -(-found // FP8_ALIGNMENT) * FP8_ALIGNMENT for _, found in calls]
+    return api.Proof(
+        bool(calls) and wanted == given,
+        f"the operator was called with chunks of {', '.join(map(str, sorted({found for _, found in calls}))) or 'no'} tokens",
+    )
+
+
 technique = api.Technique(
     name="fused_loss",
     stage=api.Stage.MODEL,
@@ -102,6 +120,7 @@ technique = api.Technique(
         "chunk_tokens": api.KnobRange(
             (0, 512, 1024, 2048, 4096, 8192, 16384),
             "tokens whose logits exist at once; 0: the kernel chooses",
+            _chunk_seen,
         )
     },
     claim=api.Claim(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import rush.techniques.api.contract as api
 from rush.errors import RecipeError
+from rush.models import Decoder
 from rush.models.layers import FanOut, matmul_of
 
 # Shapes: b batch, t position, d input width, o output width of all layers of a group.
@@ -125,6 +126,7 @@ class JoinedWeights:
 
     joined: Counter[Weight]
     others: Counter[Weight]
+    model: Decoder
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
@@ -152,7 +154,7 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
         yield
 
     build.step_contexts.append(checked)
-    build.facts.note(JoinedWeights(fused, plain))
+    build.facts.note(JoinedWeights(fused, plain, build.model))
     build.facts.matmuls_saved = sum(len(group.names) - 1 for group in groups)
 
 
@@ -187,6 +189,21 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     return api.Proof(
         wide_ran and not narrow_ran, f"in a step of {seen.micro_batches} passes: {'; '.join(said)}"
     )
+
+
+def _groups_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """Every block of the model joins the layers of these groups, and no others."""
+    noted = seen.facts.noted(JoinedWeights)
+    blocks = list(noted.model.blocks) if noted is not None else []
+    found = {
+        part: sum(
+            isinstance(block.get_submodule(part).get_submodule("fan_out"), JoinedFanOut) for block in blocks
+        )
+        for part in LAYERS
+    }
+    wanted = {part: len(blocks) * (knobs["groups"] in ("all", part)) for part in LAYERS}
+    said = " and ".join(f"{part} in {count}" for part, count in found.items())
+    return api.Proof(bool(blocks) and found == wanted, f"joined layers of {said} of {len(blocks)} blocks")
 
 
 def matmuls_by_weight(
@@ -229,7 +246,9 @@ technique = api.Technique(
     conflicts=("fsdp", "int8_base", "lora", "qlora", "tp"),
     knobs={
         "groups": api.KnobRange(
-            ("all", *LAYERS), "layers that are joined: queries, keys and values; gate and up; or both"
+            ("all", *LAYERS),
+            "layers that are joined: queries, keys and values; gate and up; or both",
+            _groups_seen,
         )
     },
     claim=api.Claim(

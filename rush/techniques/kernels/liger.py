@@ -139,6 +139,16 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     return api.Proof(True, f"ran {', '.join(expected)}")
 
 
+def _parts_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The library's kernels ran for the chosen modules, as far as the model has them, and for no other."""
+    found = {part for part, kernel in KERNELS.items() if any(kernel in name for name in seen.kernels)}
+    norm = "rms" if seen.shape.family == "llama" else "layer"
+    has = {norm, "loss", *(("rope", "mlp") if seen.shape.family == "llama" else ())}
+    chosen = {norm if part == "norm" else part for part in _chosen(str(knobs["parts"]))}
+    wanted = (chosen & has) - (set() if seen.holds_head else {"loss"})
+    return api.Proof(found == wanted, f"the library computed: {', '.join(sorted(found)) or 'nothing'}")
+
+
 def nondeterministic(recipe: Recipe, knobs: api.Knobs) -> str | None:
     """The layer norm of its earlier versions accumulates gradients with atomics."""
     installed = version("liger-kernel") if find_spec("liger_kernel") is not None else FIXED_ORDER
@@ -187,7 +197,7 @@ technique = api.Technique(
     ),
     conflicts=("chunked_loss", "fused_loss", "fused_mlp", "fused_norm", "fused_rope", "tp", "vocab_pad"),
     nondeterministic=nondeterministic,
-    knobs={"parts": api.KnobRange(PARTS, "modules that the library computes")},
+    knobs={"parts": api.KnobRange(PARTS, "modules that the library computes", _parts_seen)},
     claim=api.Claim(
         "tokens_per_s",
         0.20,

@@ -91,7 +91,9 @@ technique = api.Technique(
             ),
         ),
     ),
-    knobs={"multiple": api.KnobRange((DEFAULT, 128), "the padded vocabulary is a multiple of this")},
+    knobs={
+        "multiple": api.KnobRange((DEFAULT, 128), "the padded vocabulary is a multiple of this", evidence)
+    },
     claim=api.Claim(
         "tokens_per_s",
         0.25,

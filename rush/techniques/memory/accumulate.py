@@ -48,7 +48,7 @@ technique = api.Technique(
             lambda machine, recipe: recipe.micro % int(api.knob_of(recipe, "accumulate", "factor", 2)) == 0,
         ),
     ),
-    knobs={"factor": api.KnobRange((2, 4, 8), "passes per micro batch")},
+    knobs={"factor": api.KnobRange((2, 4, 8), "passes per micro batch", evidence)},
     claim=api.Claim("activation bytes", -0.5, regime="a factor of 2", source="arithmetic", of_memory=True),
     parity=api.Parity.CLOSE,
     evidence=evidence,

@@ -78,7 +78,7 @@ technique = api.Technique(
     conflicts=("checkpoint_selective", "offload_activations"),
     knobs={
         "inputs": api.KnobRange(
-            ("device", "host"), "where the input of each block is saved; host is for long sequences"
+            ("device", "host"), "where the input of each block is saved; host is for long sequences", evidence
         )
     },
     claim=api.Claim(

@@ -126,7 +126,11 @@ technique = api.Technique(
     stage=api.Stage.MEMORY,
     apply=apply,
     conflicts=("checkpoint_full", "offload_activations"),
-    knobs={"keep": api.KnobRange(("all", "half"), "save the outputs of all matmuls, or of every second one")},
+    knobs={
+        "keep": api.KnobRange(
+            ("all", "half"), "save the outputs of all matmuls, or of every second one", evidence
+        )
+    },
     claim=api.Claim(
         "time spent on recomputation",
         -0.90,

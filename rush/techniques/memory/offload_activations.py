@@ -53,6 +53,16 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     )
 
 
+def _pin_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """All offloaded tensors lie in pinned memory, or none does."""
+    moved = (seen.facts.noted(OffloadedActivations) or OffloadedActivations()).moved
+    pinned, pageable = moved["pinned"], moved["pageable"]
+    return api.Proof(
+        pinned + pageable > 0 and (pageable == 0 if knobs["pin"] else pinned == 0),
+        f"{pinned} tensors in pinned memory, {pageable} in pageable memory",
+    )
+
+
 technique = api.Technique(
     name="offload_activations",
     stage=api.Stage.MEMORY,
@@ -61,7 +71,9 @@ technique = api.Technique(
     conflicts=("checkpoint_full", "checkpoint_selective", "compile", "cuda_graph"),
     knobs={
         "pin": api.KnobRange(
-            (True, False), "pinned host memory: faster, asynchronous copies; memory that cannot be swapped"
+            (True, False),
+            "pinned host memory: faster, asynchronous copies; memory that cannot be swapped",
+            _pin_seen,
         )
     },
     claim=api.Claim(

@@ -61,6 +61,7 @@ class OffloadToHost(torch.autograd.graph.saved_tensors_hooks):
                 piece = torch.empty(part.shape, dtype=part.dtype, pin_memory=pin)
                 pieces.append(piece.copy_(part, non_blocking=pin))
             moved["bytes"] += tensor.numel() * tensor.element_size()
+            moved["pinned" if all(piece.is_pinned() for piece in pieces) else "pageable"] += 1
             return OffloadedTensor(tuple(pieces), tensor.shape, tensor.stride(), tensor.device)
 
         def unpack(packed: Tensor | OffloadedTensor) -> Tensor:

@@ -31,6 +31,8 @@ from rush.techniques.api.evidence import state_per_parameter
 from rush.techniques.api.seams import needs_triton
 
 BACKENDS = ("torchao", "bitsandbytes", "rush")
+OWNERS = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "rush": "rush.kernels"}
+"""Where the optimizer of a backend is defined."""
 OP, KERNEL = "rush::adamw8bit", "adamw8bit_kernel"
 STOCHASTIC = "rush::stochastic_rounding"
 PAGED_FROM = 100_000
@@ -128,23 +130,44 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
 
 
 def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
-    """The optimizer state is partly uint8 and less than 6 bytes per parameter (plain: 8, all quantized: 2). Our own
-    kernel ran if, and only if, backend is rush, stochastic rounding if it was asked for, and moments are in unified
-    memory if, and only if, paged."""
+    """The optimizer state is partly uint8 and less than 6 bytes per parameter (plain: 8, all quantized: 2)."""
     per_parameter = state_per_parameter(seen)
+    return api.Proof(
+        seen.state_bytes.get("uint8", 0) > 0 and per_parameter < 6,
+        f"optimizer state {per_parameter:.2f} bytes per parameter, by dtype: "
+        + (", ".join(f"{dtype} {size:,}" for dtype, size in sorted(seen.state_bytes.items())) or "none"),
+    )
+
+
+def _backend_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The optimizer's class is the library's, and our own kernel ran if, and only if, backend is rush."""
     noted = seen.facts.noted(QuantizedState)
-    paged = paged_bytes(noted.optimizer) if noted is not None else 0
+    kinds = type(noted.optimizer).__mro__ if noted is not None else ()
+    found = next(
+        (b for b in BACKENDS for kind in kinds if kind.__module__.startswith(f"{OWNERS[b]}.")), "none"
+    )
     ours = any(KERNEL in name for name in seen.kernels) if seen.kernels else OP in seen.ops
     return api.Proof(
-        seen.state_bytes.get("uint8", 0) > 0
-        and per_parameter < 6
-        and ours == (knobs["backend"] == "rush")
-        and (STOCHASTIC in seen.ops) == knobs["stochastic_rounding"]
-        and (paged > 0) == knobs["paged"],
-        f"{'our own kernel ran' if ours else 'our own kernel did not run'}; optimizer state {per_parameter:.2f} bytes per "
-        "parameter, by dtype: "
-        + (", ".join(f"{dtype} {size:,}" for dtype, size in sorted(seen.state_bytes.items())) or "none")
-        + f"; in unified memory: {paged:,} bytes",
+        found == knobs["backend"] and ours == (found == "rush"),
+        f"the optimizer is of {found}; our own kernel {'ran' if ours else 'did not run'}",
+    )
+
+
+def _rounding_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The profile shows our operator of stochastic rounding if, and only if, asked for."""
+    stochastic = STOCHASTIC in seen.ops
+    return api.Proof(
+        stochastic == knobs["stochastic_rounding"],
+        f"weights were rounded {'stochastically' if stochastic else 'to nearest'}",
+    )
+
+
+def _paged_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """Moments are in unified memory, as the library marks them, if, and only if, asked for."""
+    noted = seen.facts.noted(QuantizedState)
+    paged = paged_bytes(noted.optimizer) if noted is not None else 0
+    return api.Proof(
+        noted is not None and (paged > 0) == knobs["paged"], f"in unified memory: {paged:,} bytes of moments"
     )
 
 
@@ -203,13 +226,14 @@ technique = api.Technique(
     ),
     conflicts=("bf16_master", "fused_adamw", "fused_update"),
     knobs={
-        "backend": api.KnobRange(BACKENDS, "implementation of the update"),
+        "backend": api.KnobRange(BACKENDS, "implementation of the update", _backend_seen),
         "stochastic_rounding": api.KnobRange(
-            (False, True), "stochastic rounding of bf16 weights (backend rush)"
+            (False, True), "stochastic rounding of bf16 weights (backend rush)", _rounding_seen
         ),
         "paged": api.KnobRange(
             (False, True),
             f"moments of tensors with at least {PAGED_FROM:,} elements in unified memory (backend bitsandbytes)",
+            _paged_seen,
         ),
     },
     claim=api.Claim(

@@ -76,9 +76,9 @@ technique = api.Technique(
     conflicts=("adam8bit", "bf16_master", "fused_adamw"),
     knobs={
         "stochastic_rounding": api.KnobRange(
-            (False, True), "stochastic rounding of bf16 weights and second moments"
+            (False, True), "stochastic rounding of bf16 weights and second moments", evidence
         ),
-        "state": api.KnobRange(("float32", "bfloat16"), "the dtype of both moments"),
+        "state": api.KnobRange(("float32", "bfloat16"), "the dtype of both moments", evidence),
     },
     claim=api.Claim(
         "bytes moved by an update",

@@ -20,6 +20,7 @@ from rush.techniques.packing.packings import (
     others,
     packing_stats,
     use_packing,
+    window_seen,
 )
 
 
@@ -47,7 +48,9 @@ technique = api.Technique(
     conflicts=others("bucket"),
     knobs={
         "shapes": SHAPES,
-        "window": api.KnobRange((100, 10, 1000), "micro batches whose documents are sorted together"),
+        "window": api.KnobRange(
+            (100, 10, 1000), "micro batches whose documents are sorted together", window_seen
+        ),
     },
     claim=api.Claim(
         "training time",

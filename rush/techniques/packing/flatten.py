@@ -13,7 +13,14 @@ from __future__ import annotations
 
 import rush.techniques.api.contract as api
 from rush.data.packing import Flatten
-from rush.techniques.packing.packings import WINDOW_MEANING, fine_tuning, others, packing_stats, use_packing
+from rush.techniques.packing.packings import (
+    WINDOW_MEANING,
+    fine_tuning,
+    others,
+    packing_stats,
+    use_packing,
+    window_seen,
+)
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
@@ -41,7 +48,7 @@ technique = api.Technique(
         ),
     ),
     conflicts=others("flatten"),
-    knobs={"window": api.KnobRange((1024, 128, 8192), WINDOW_MEANING)},
+    knobs={"window": api.KnobRange((1024, 128, 8192), WINDOW_MEANING, window_seen)},
     claim=api.Claim(
         "tokens_per_s",
         1.0,

@@ -13,7 +13,14 @@ from __future__ import annotations
 
 import rush.techniques.api.contract as api
 from rush.data.packing import BestFit
-from rush.techniques.packing.packings import WINDOW_MEANING, fine_tuning, others, packing_stats, use_packing
+from rush.techniques.packing.packings import (
+    WINDOW_MEANING,
+    fine_tuning,
+    others,
+    packing_stats,
+    use_packing,
+    window_seen,
+)
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
@@ -35,7 +42,7 @@ technique = api.Technique(
     apply=apply,
     requires=(fine_tuning,),
     conflicts=others("pack_best_fit"),
-    knobs={"window": api.KnobRange((4096, 256, 1024, 16384), WINDOW_MEANING)},
+    knobs={"window": api.KnobRange((4096, 256, 1024, 16384), WINDOW_MEANING, window_seen)},
     claim=api.Claim(
         "tokens_per_s",
         1.0,

@@ -14,12 +14,10 @@ from torch import Tensor
 import rush.techniques.api.contract as api
 from rush.data import Batch
 from rush.data.packing import Packing
+from rush.recipe import Knob
+from rush.techniques.api.evidence import read_back
 
 PACKINGS = ("bucket", "flatten", "pack_best_fit", "pack_concat", "pad")
-SHAPES = api.KnobRange(
-    (0, 1, 2, 4, 8, 16, 32),
-    "number of row lengths, each a fraction of batch.sequence (1: always batch.sequence); 0: exactly the longest row",
-)
 WINDOW_MEANING = "documents that are packed together"
 
 fine_tuning = api.Requirement(
@@ -38,6 +36,33 @@ def others(name: str) -> tuple[str, ...]:
     return tuple(other for other in PACKINGS if other != name)
 
 
+def _shapes_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The loader's packing has so many row lengths, and all that were seen are among them."""
+    found, shapes = packing_stats(seen), int(knobs["shapes"])
+    if found is None:
+        return api.Proof(False, "no micro batch was seen")
+    lengths = sorted({length for _, length in found.shapes})
+    each = -(-found.sequence // shapes) if shapes else 1
+    held = getattr(found.packing, "shapes", None)
+    return api.Proof(
+        held == shapes and all(length % each == 0 or length == found.sequence for length in lengths),
+        f"row lengths {', '.join(map(str, lengths))} of up to {found.sequence}; the loader's packing has {held}",
+    )
+
+
+def _windows(seen: api.Observation) -> list[Knob]:
+    found = packing_stats(seen)
+    return [] if found is None else [getattr(found.packing, "window", "none")]
+
+
+window_seen = read_back("window", "window of the loader's packing", _windows)
+SHAPES = api.KnobRange(
+    (0, 1, 2, 4, 8, 16, 32),
+    "number of row lengths, each a fraction of batch.sequence (1: always batch.sequence); 0: exactly the longest row",
+    _shapes_seen,
+)
+
+
 def few_shapes(name: str) -> api.Requirement:
     return api.Requirement(
         "every new length would recompile or recapture with compile or cuda_graph; with them set shapes to 1 … 32",
@@ -54,7 +79,9 @@ class PackingStats:
     """Statistics of the micro batches."""
 
     sequence: int
-    """The recipe's."""
+    """Positions of a full row, on this rank."""
+    packing: Packing
+    """The loader's."""
     micro_batches: int = 0
     rows: int = 0
     tokens: int = 0
@@ -88,7 +115,7 @@ class PackingStats:
 
 def use_packing(build: api.Build, packing: Packing) -> PackingStats:
     """Set the loader's packing, and collect statistics of its micro batches."""
-    seen = build.facts.note(PackingStats(build.recipe.batch.sequence))
+    seen = build.facts.note(PackingStats(build.recipe.batch.sequence // build.recipe.layout.cp, packing))
     build.loader_options["packing"] = packing
 
     def counted(inner: api.Pass) -> api.Pass:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ import rush.techniques.api.contract as api
 from rush.data import Batch
 from rush.data.batch import IGNORED
 from rush.errors import RecipeError
+from rush.models import Decoder
 from rush.models.layers import DocumentIds
 from rush.parallel.context_parallel import AllGatherAttention, ChunkDocuments, SequenceSplit
 from rush.recipe import Recipe
@@ -70,10 +72,13 @@ class BatchShard:
     """Takes a rank's shard of micro batches, and records their lengths."""
 
     split: SequenceSplit
+    model: Decoder
     reduces_gradients: bool = False
     """Whether gradients are reduced over these ranks alone, without another data axis."""
     lengths: set[int] = field(default_factory=set)
     """Lengths of whole rows."""
+    gaps: set[bool] = field(default_factory=set)
+    """Whether the positions that it took have a gap: a chunk of the head and one of the tail."""
     filled: int = 0
     """Padding positions added so that rows divide."""
 
@@ -84,6 +89,8 @@ class BatchShard:
         positions_bt = batch.positions_bt
         if positions_bt is None:
             positions_bt = torch.arange(length).expand(batch.tokens_bt.shape)
+        taken_t = self.split.take(torch.arange(length)[None])[0]
+        self.gaps.add(bool((taken_t.diff() != 1).any()))
         each, rest = divmod(batch.padding, self.split.ranks)
         part = replace(
             batch,
@@ -94,6 +101,10 @@ class BatchShard:
             padding=each + (self.split.rank < rest),
         )
         return part.pin() if batch.tokens_bt.is_pinned() else part
+
+    def cores(self) -> list[nn.Module]:
+        """The attention cores of the model's blocks."""
+        return [block.get_submodule("attention").get_submodule("core") for block in self.model.blocks]
 
     def _padded(self, batch: Batch) -> Batch:
         """Pad rows to a whole number of chunks with positions without a label."""
@@ -126,7 +137,7 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
             attention = block.get_submodule("attention")
             attention.core = AllGatherAttention(attention.get_submodule("core"), split, group)
         model.document_form = ChunkDocuments(model.document_form, split)
-    shard = BatchShard(split, reduces_gradients=build.ranks.data_ranks == 1)
+    shard = BatchShard(split, model, reduces_gradients=build.ranks.data_ranks == 1)
     build.shard_batch = build.facts.note(shard)
     if shard.reduces_gradients:
         plain = {name: knob.default for name, knob in ddp.technique.knobs.items()}
@@ -134,19 +145,12 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
 
 
 def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
-    """A layer's matmuls have a rank's shard of the positions as rows, and in every pass the profile shows the
-    collectives asked for: all-gathers, or the ring's operator with its sends. Without another data axis, gradients were
-    reduced as in `ddp`."""
+    """A layer's matmuls have a rank's shard of the positions as rows. Without another data axis, gradients were reduced
+    as in `ddp`."""
     cut = seen.facts.noted(BatchShard)
     if cut is None or not cut.lengths:
         return api.Proof(False, "no sequence was sharded")
-    split, passes = cut.split, max(1, seen.ops.get(PASS, 0))
-    rows = seen.pass_tokens
-    gathers, sends, rings = (seen.ops.get(name, 0) / passes for name in (GATHER, SEND, RING))
-    if knobs["exchange"] == "ring":
-        exchanged = rings >= 1 and sends >= rings * (split.ranks - 1)
-    else:
-        exchanged = gathers >= 1 and not rings
+    split, rows = cut.split, seen.pass_tokens
     summed = (
         ddp.evidence(seen, {})
         if cut.reduces_gradients
@@ -156,10 +160,43 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     held = [f"rank {rank} has {_listed(split.chunks_of(rank))}" for rank in range(split.ranks)]
     pairs = _listed(split.pairs(rank, longest) for rank in range(split.ranks))
     return api.Proof(
-        any(rows in shape for shape in seen.matmul_shapes) and exchanged and summed.took_effect,
+        any(rows in shape for shape in seen.matmul_shapes) and summed.took_effect,
         f"rows of {longest} positions in {split.num_chunks} chunks: {'; '.join(held)}; pairs attended to: {pairs}; layers with "
-        f"{rows} tokens; {gathers:g} all-gathers and {sends:g} sends per pass; {cut.filled} positions of padding; {summed.what}",
+        f"{rows} tokens; {cut.filled} positions of padding; {summed.what}",
     )
+
+
+def _exchange_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """In every pass the profile shows the collectives asked for: all-gathers, or the ring's operator with its sends."""
+    cut, passes = seen.facts.noted(BatchShard), max(1, seen.ops.get(PASS, 0))
+    gathers, sends, rings = (seen.ops.get(name, 0) / passes for name in (GATHER, SEND, RING))
+    if knobs["exchange"] == "ring":
+        exchanged = cut is not None and rings >= 1 and sends >= rings * (cut.split.ranks - 1)
+    else:
+        exchanged = gathers >= 1 and not rings
+    return api.Proof(
+        exchanged,
+        f"{gathers:g} all-gathers, {rings:g} calls of ring attention and {sends:g} sends per pass",
+    )
+
+
+def _balance_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The positions that this rank took of its batches are a chunk of the head and one of the tail, or contiguous, and
+    attention assumed the same."""
+    cut = seen.facts.noted(BatchShard)
+    gaps = cut.gaps if cut is not None else set()
+    # (Of two ranks with two chunks each, the second has the two in the middle.)
+    middle = cut is not None and cut.split.ranks - 1 == cut.split.rank
+    assumed = {_assumes_balance(core) for core in cut.cores()} if cut is not None else set()
+    return api.Proof(
+        cut is not None and gaps == {bool(knobs["balance"]) and not middle} and assumed == {knobs["balance"]},
+        f"the positions of this rank {'have a gap' if True in gaps else 'are contiguous'}; attention assumes "
+        f"{'head and tail' if True in assumed else 'contiguous shards'}",
+    )
+
+
+def _assumes_balance(core: Any) -> bool:
+    return bool(core.balanced if isinstance(core, RingCore) else core.split.balanced)
 
 
 def _listed(numbers: Iterable[int]) -> str:
@@ -225,11 +262,14 @@ technique = api.Technique(
     check_sizes=check_sizes,
     knobs={
         "exchange": api.KnobRange(
-            ("all_gather", "ring"), "all-gather keys and values on every rank, or ring attention"
+            ("all_gather", "ring"),
+            "all-gather keys and values on every rank, or ring attention",
+            _exchange_seen,
         ),
         "balance": api.KnobRange(
             (True, False),
             "one chunk of the head and one of the tail on each rank, instead of contiguous positions",
+            _balance_seen,
         ),
     },
     claim=api.Claim(

@@ -12,8 +12,9 @@ then fsdp does the communication. With cp, the ranks that share a sample reduce 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,8 +28,16 @@ from rush.techniques.parallel import fsdp, pp
 
 FORWARD, ALL_REDUCE, PASS = "DistributedDataParallel.forward", "c10d::allreduce_", "rush::forward"
 LAYER_SUM = "_c10d_functional::all_reduce"
+COPY = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
 OF_A_STEP = 2
 """All-reduces of every step on several ranks: its counts and its loss."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The wrapped model."""
+
+    wrapped: list[nn.parallel.DistributedDataParallel] = field(default_factory=list)
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
@@ -51,7 +60,7 @@ def replicate(build: api.Build, knobs: api.Knobs) -> None:
     # bucket decides the order of the sum: a resumed run would round its first step differently. With find_unused_parameters
     # the buckets stay. (There are none.)
     fixed = build.recipe.run.deterministic and mesh.size() > 2
-    made: list[nn.parallel.DistributedDataParallel] = []
+    made = build.facts.note(Replicas()).wrapped
     last = True
 
     def wrap(model: Decoder) -> nn.Module:
@@ -124,6 +133,73 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     )
 
 
+def _logged(seen: api.Observation) -> Mapping[str, Any]:
+    """What DistributedDataParallel logs of itself; empty where `fully_shard` does its work."""
+    noted = seen.facts.noted(Replicas)
+    wrapped: list[Any] = noted.wrapped if noted is not None else []
+    return wrapped[0]._get_ddp_logging_data() if wrapped else {}
+
+
+def _by_fully_shard(seen: api.Observation, knobs: api.Knobs, name: str) -> api.Proof | None:
+    """The proof of a knob where there are no buckets: it is at its default (`requires` refuses any other)."""
+    if _logged(seen) or seen.facts.fsdp is None:
+        return None
+    return api.Proof(
+        knobs[name] == technique.knobs[name].default, "no buckets: fully_shard reduces gradients"
+    )
+
+
+def _bucket_mb_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """DistributedDataParallel logs this bucket size; its buckets are no larger, but for single tensors."""
+    logged = _logged(seen)
+    cap = int(logged.get("bucket_cap_bytes", 0))
+    return _by_fully_shard(seen, knobs, "bucket_mb") or api.Proof(
+        cap == int(knobs["bucket_mb"]) * 2**20, f"buckets of up to {cap:,} bytes: {_listed(_buckets(logged))}"
+    )
+
+
+def _bucket_view_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The profile shows copies of buckets to gradients if, and only if, those are no views."""
+    if found := _by_fully_shard(seen, knobs, "bucket_view"):
+        return found
+    views, copies = _logged(seen).get("gradient_as_bucket_view"), seen.ops.get(COPY, 0)
+    return api.Proof(
+        views == knobs["bucket_view"] and (copies == 0) == knobs["bucket_view"],
+        f"gradients {'are' if views else 'are not'} views of the buckets; {copies} copies to gradients",
+    )
+
+
+def _send_once_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The profile shows an all-reduce of each bucket once per step, or once per micro batch."""
+    if found := _by_fully_shard(seen, knobs, "send_once"):
+        return found
+    steps = seen.ops.get(PASS, 0) / max(1, seen.micro_batches)
+    # Only DistributedDataParallel's are asynchronous: the flag before the last argument.
+    reduced = sum(n for call, n in seen.calls.get(ALL_REDUCE, {}).items() if call.values[-2] is True)
+    buckets, passes = len(_buckets(_logged(seen))), _local_passes(seen)
+    each = reduced / steps if steps else 0.0
+    return api.Proof(
+        buckets > 0 and each == buckets * (1 if knobs["send_once"] else passes),
+        f"{each:g} all-reduces of {buckets} buckets in a step of {passes:g} micro batches",
+    )
+
+
+def _local_passes(seen: api.Observation) -> float:
+    """Micro batches of a step; a rank with several pipeline stages has a pass of each."""
+    pipeline = seen.facts.pp.pipeline if seen.facts.pp is not None else None
+    return seen.micro_batches / (len(pipeline.stages) if pipeline is not None else 1)
+
+
+def _buckets(logged: Mapping[str, Any]) -> list[int]:
+    """Bytes of each, as rebuilt after the first step."""
+    sizes = str(logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or "")
+    return [int(size) for size in sizes.split(",") if size.strip()]
+
+
+def _listed(sizes: list[int]) -> str:
+    return ", ".join(f"{size:,}" for size in sizes) or "none seen"
+
+
 technique = api.Technique(
     name="ddp",
     stage=api.Stage.SHARD,
@@ -143,12 +219,14 @@ technique = api.Technique(
     reasons=api.NO_CUDA_GRAPH,
     check_sizes=check_sizes,
     knobs={
-        "bucket_mb": api.KnobRange((25, 1, 5, 50, 100), "MiB of gradients per all-reduce"),
+        "bucket_mb": api.KnobRange((25, 1, 5, 50, 100), "MiB of gradients per all-reduce", _bucket_mb_seen),
         "bucket_view": api.KnobRange(
-            (True, False), "gradients are views of the buckets, instead of being copied in"
+            (True, False), "gradients are views of the buckets, instead of being copied in", _bucket_view_seen
         ),
         "send_once": api.KnobRange(
-            (True, False), "during accumulation reduce with the last micro batch only, instead of with each"
+            (True, False),
+            "during accumulation reduce with the last micro batch only, instead of with each",
+            _send_once_seen,
         ),
     },
     claim=api.Claim(

@@ -24,16 +24,11 @@ import rush.techniques.api.contract as api
 from rush.errors import RecipeError
 from rush.parallel import Ranks
 from rush.recipe import Recipe
-from rush.techniques.api.evidence import describe_dtypes, matmuls_took
 from rush.techniques.api.facts import FsdpFacts
-from rush.techniques.parallel import pp
-
-# (cp and tp use functional collectives, which have other names.)
-GATHER, SCATTER, PASS = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "rush::forward"
+from rush.techniques.parallel import fsdp_evidence, pp
+from rush.techniques.parallel.fsdp_evidence import DTYPES, SAME
 
 ZERO = {"parameters": "ZeRO-3", "gradients": "ZeRO-2", "optimizer": "ZeRO-1"}
-SAME = "same"
-DTYPES = {SAME: None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class IntegersWithoutGradient(TorchFunctionMode):
@@ -100,6 +95,7 @@ def shard(build: api.Build, mesh: Any, knobs: api.Knobs) -> None:
     outside = [[p for p in root.parameters() if id(p) not in inside] for root in roots]
     build.facts.fsdp = FsdpFacts(
         model,
+        tops=roots,
         ranks=build.ranks.size("fsdp") * build.ranks.size("cp"),
         roots=sum(bool(rest) for rest in outside),
         trained_roots=sum(any(p.requires_grad for p in rest) for rest in outside),
@@ -152,50 +148,6 @@ def check_sizes(recipe: Recipe, knobs: api.Knobs) -> None:
         )
 
 
-def _units_trained(model: nn.Module, blocks: list[nn.Module]) -> int:
-    """Units with gradients to reduce; with adapters the root (embedding, head) has none."""
-    inside = {id(p) for block in blocks for p in block.parameters()}
-    rest = [p for p in model.parameters() if id(p) not in inside]
-    return sum(any(p.requires_grad for p in unit) for unit in [*(b.parameters() for b in blocks), rest])
-
-
-def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
-    """This rank holds its shard of the parameters, and per unit and step the profile shows as many all-gathers and
-    reduce-scatters as the stage needs."""
-    noted = seen.facts.fsdp
-    if noted is None:
-        return api.Proof(False, "no parameter is sharded")
-    from rush.parallel.sharded import local_tensor
-
-    parameters = list(noted.model.parameters())
-    held = sum(local_tensor(p).numel() for p in parameters) / sum(p.numel() for p in parameters)
-    ranks, passes = noted.ranks, seen.micro_batches
-    steps = seen.ops.get(PASS, 0) / max(1, passes)
-    gathers, scatters = (seen.ops.get(name, 0) / steps if steps else 0.0 for name in (GATHER, SCATTER))
-    units = list(noted.model.blocks) if knobs["unit"] == "block" else []
-    blocks, trained = len(units), _units_trained(noted.model, units)
-    wanted: dict[str, tuple[float, int]] = {
-        "parameters": (2 * blocks * passes + passes, trained * passes),
-        "gradients": (blocks + 1, trained * passes),
-        "optimizer": (blocks + 1, trained),
-    }
-    if (
-        seen.facts.pp is not None
-    ):  # schedules keep gradients until the end of the step; some gather all at its start
-        once, sent = blocks + noted.roots, blocks + noted.trained_roots
-        wanted = dict.fromkeys(wanted, (max(gathers, once), sent))
-    where = {local_tensor(p).device.type for p in parameters}
-    as_asked = where == {"cpu"} or not knobs["offload"]
-    if knobs["param_dtype"] != SAME:
-        as_asked &= matmuls_took(seen, str(knobs["param_dtype"])) and "float32" in seen.weight_dtypes
-    return api.Proof(
-        held < 1.5 / ranks and (gathers, scatters) == wanted[str(knobs["stage"])] and as_asked,
-        f"this rank holds {held:.0%} of the parameters; {gathers:g} all-gathers and {scatters:g} reduce-scatters in a "
-        f"step of {passes} micro batches with {blocks + 1} units; parameters are on {', '.join(sorted(where))}, "
-        f"{describe_dtypes(seen)}",
-    )
-
-
 technique = api.Technique(
     name="fsdp",
     summary=lambda knobs: (
@@ -211,6 +163,13 @@ technique = api.Technique(
             lambda machine, recipe: (
                 api.knob_of(recipe, "fsdp", "param_dtype", SAME) == SAME
                 or not api.used(recipe, "amp_fp16", "bf16_master", "int8_base", "pure_bf16", "qlora")
+            ),
+        ),
+        api.Requirement(
+            "prefetch counts blocks, so above 1 it needs unit block; set unit to block, or prefetch to 1",
+            lambda machine, recipe: (
+                api.knob_of(recipe, "fsdp", "prefetch", 1) == 1
+                or api.knob_of(recipe, "fsdp", "unit", "block") == "block"
             ),
         ),
         api.Requirement(
@@ -245,15 +204,24 @@ technique = api.Technique(
             ("parameters", "gradients", "optimizer"),
             "what is sharded during a step: parameters too (ZeRO-3), gradients and optimizer state (ZeRO-2), or the latter "
             "only (ZeRO-1)",
+            fsdp_evidence.stage_seen,
         ),
-        "unit": api.KnobRange(("block", "model"), "what is gathered at once"),
-        "prefetch": api.KnobRange((1, 2, 4), "blocks that are prefetched"),
+        "unit": api.KnobRange(("block", "model"), "what is gathered at once", fsdp_evidence.unit_seen),
+        "prefetch": api.KnobRange((1, 2, 4), "blocks that are prefetched", fsdp_evidence.prefetch_seen),
         "param_dtype": api.KnobRange(
-            (SAME, "bfloat16"), "dtype in which fp32 weights are gathered and computed with; shards stay fp32"
+            (SAME, "bfloat16"),
+            "dtype in which fp32 weights are gathered and computed with; shards stay fp32",
+            fsdp_evidence.param_dtype_seen,
         ),
-        "reduce_dtype": api.KnobRange((SAME, "float32", "bfloat16"), "dtype in which gradients are reduced"),
+        "reduce_dtype": api.KnobRange(
+            (SAME, "float32", "bfloat16"),
+            "dtype in which gradients are reduced",
+            fsdp_evidence.reduce_dtype_seen,
+        ),
         "offload": api.KnobRange(
-            (False, True), "shards of weights, gradients and moments in host memory, where the update runs"
+            (False, True),
+            "shards of weights, gradients and moments in host memory, where the update runs",
+            fsdp_evidence.offload_seen,
         ),
     },
     claim=api.Claim(
@@ -264,7 +232,7 @@ technique = api.Technique(
         of_memory=True,
     ),
     parity=api.Parity.CLOSE,
-    evidence=evidence,
+    evidence=fsdp_evidence.evidence,
     memory=(
         api.MemoryEffect("parameters", 0.5, "divided by layout.fsdp, and one or two blocks in full"),
         api.MemoryEffect("gradients", 0.5, "divided by layout.fsdp; unsharded with stage = optimizer"),

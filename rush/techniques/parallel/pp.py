@@ -106,6 +106,7 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
         split=[f"rank {rank_of[span.number]}: {span}" for span in spans],
         blocks=[layer for part in parts for layer in range(part.span.start, part.span.end)],
         num_layers=recipe.shape().num_layers,
+        sequence=recipe.batch.sequence,
     )
 
     # Hidden states are sent as they are between blocks: sequence parallelism may have sharded them.
@@ -208,8 +209,43 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
         len(own) < layers and enough,
         f"this rank has blocks {', '.join(map(str, own))} of {layers}; {sent} sends and {received} receives for "
         f"{micro_batches:g} micro batches in {steps:g} step(s); the bubble of schedule {knobs['schedule']} is "
-        f"{pipeline.bubble_fraction():.0%} of a step; the split: {'; '.join(noted.split)}",
+        f"{pipeline.bubble_fraction():.0%} of a step",
     )
+
+
+def _schedule_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The schedule that runs the micro batches is torch's class of this name."""
+    noted = seen.facts.pp
+    found = type(noted.pipeline.schedule).__name__ if noted is not None and noted.pipeline is not None else ""
+    return api.Proof(
+        found == SCHEDULES[str(knobs["schedule"])].torch_class, f"torch's {found or 'schedule: none'}"
+    )
+
+
+def _stages_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """This rank runs so many stages, each with its own pass per micro batch in the profile."""
+    noted = seen.facts.pp
+    modules = noted.pipeline.modules if noted is not None and noted.pipeline is not None else []
+    passes, given = seen.micro_batches, seen.loader_micro_batches
+    return api.Proof(
+        len(modules) == stages_per_rank(knobs)
+        and passes % len(modules) == 0
+        and passes >= given * len(modules),
+        f"{len(modules)} stages on this rank; {passes} passes per step for {given} micro batches",
+    )
+
+
+def _balance_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The blocks of each stage are those of the split that is even by FLOPs, or by parameters."""
+    noted = seen.facts.pp
+    if noted is None or noted.pipeline is None:
+        return api.Proof(False, "the model is not split")
+    wanted = split(seen.shape, noted.pipeline.num_stages, noted.sequence, str(knobs["balance"]))
+    held = {stage.span.number: (stage.span.start, len(stage.blocks)) for stage in noted.pipeline.stages}
+    as_asked = all(
+        held[span.number] == (span.start, span.end - span.start) for span in wanted if span.number in held
+    )
+    return api.Proof(as_asked, f"the split: {'; '.join(noted.split)}")
 
 
 def _times(seen: api.Observation, names: Iterable[str]) -> int:
@@ -258,10 +294,15 @@ technique = api.Technique(
             tuple(SCHEDULES),
             "the schedule: 1f1b (one forward, one backward), gpipe (all forward first), interleaved "
             "(1f1b with several stages per rank), zero_bubble and zbv (weight gradients fill the bubble)",
+            _schedule_seen,
         ),
-        "stages": api.KnobRange((0, 1, 2, 3, 4, 6, 8), "stages per rank; 0: as few as the schedule supports"),
+        "stages": api.KnobRange(
+            (0, 1, 2, 3, 4, 6, 8), "stages per rank; 0: as few as the schedule supports", _stages_seen
+        ),
         "balance": api.KnobRange(
-            ("flops", "parameters"), "what is balanced among stages: FLOPs per token, or parameters"
+            ("flops", "parameters"),
+            "what is balanced among stages: FLOPs per token, or parameters",
+            _balance_seen,
         ),
     },
     claim=api.Claim(

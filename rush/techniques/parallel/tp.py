@@ -145,15 +145,14 @@ def check_sizes(recipe: Recipe, knobs: api.Knobs) -> None:
 
 
 def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
-    """This rank holds its shard of the blocks' matrices; its matmuls are about 1/n of those of whole layers (a third
-    more with recomputation); and the profile shows at least four collectives per block and pass: all-gathers and
-    reduce-scatters with `sequence`, all-reduces without."""
+    """This rank holds its shard of the blocks' matrices, and its matmuls are about 1/n of those of whole layers (a third
+    more with recomputation)."""
     noted = seen.facts.tp
     if noted is None:
         return api.Proof(False, "no layer is sharded")
     from rush.parallel.sharded import local_tensor
 
-    ranks, model, stages = noted.ranks, noted.model, noted.stages
+    ranks, model = noted.ranks, noted.model
     layers: list[Any] = [module for module in model.modules() if isinstance(module, nn.Linear)]
     weights = sum(layer._parameters["weight"].numel() for layer in layers)
     # (One of an adapter's two matrices is replicated.)
@@ -171,7 +170,19 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
         if not thin & set(dims) or _without(dims, seen.micro_tokens) in parts
     ]
     share = sum(products) / (3 * weights * tokens)
-    calls = max(1, seen.ops.get(PASS, 0) * len(model.blocks) / (len(stages) or 1))
+    return api.Proof(
+        held < 1.01 / ranks and 0 < share < 1.4 / ranks,
+        f"this rank holds {held:.0%} of the blocks' matrices; its matmuls are {share:.0%} of those of whole layers",
+    )
+
+
+def _sequence_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The profile shows at least four collectives per block and pass: all-gathers and reduce-scatters with sequence
+    parallelism, all-reduces without."""
+    noted = seen.facts.tp
+    if noted is None:
+        return api.Proof(False, "no layer is sharded")
+    calls = max(1, seen.ops.get(PASS, 0) * len(noted.model.blocks) / (len(noted.stages) or 1))
     found = {
         name: sum(count for op, count in seen.ops.items() if op.startswith(name)) / calls
         for name in (GATHER, SCATTER, SUM)
@@ -180,9 +191,9 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
         found[GATHER] >= 4 <= found[SCATTER] if knobs["sequence"] else found[SUM] >= 4 > found[SCATTER]
     )
     return api.Proof(
-        held < 1.01 / ranks and 0 < share < 1.4 / ranks and exchanged,
-        f"this rank holds {held:.0%} of the blocks' matrices; its matmuls are {share:.0%} of those of whole layers; "
-        f"{found[GATHER]:.1f} all-gathers, {found[SCATTER]:.1f} reduce-scatters and {found[SUM]:.1f} all-reduces per block and pass",
+        exchanged,
+        f"{found[GATHER]:.1f} all-gathers, {found[SCATTER]:.1f} reduce-scatters and {found[SUM]:.1f} all-reduces per block and "
+        "pass",
     )
 
 
@@ -210,7 +221,9 @@ technique = api.Technique(
     },
     knobs={
         "sequence": api.KnobRange(
-            (True, False), "sequence parallelism: residual stream and norms are sharded along the sequence"
+            (True, False),
+            "sequence parallelism: residual stream and norms are sharded along the sequence",
+            _sequence_seen,
         )
     },
     claim=api.Claim(

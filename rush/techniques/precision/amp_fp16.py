@@ -9,6 +9,8 @@ is as fast and needs no scaling.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,10 +26,13 @@ class LossScaler(torch.amp.GradScaler):
     """torch's GradScaler with its state in the optimizer's first param group, so that checkpoints hold it."""
 
     ranks = Ranks()
+    initial = 0.0
+    """The scale that the optimizer's first group got."""
 
     def attach(self, optimizer: Optimizer) -> None:
         self.group = optimizer.param_groups[0]
-        self.group[SCALE], self.group[GOOD_STEPS] = float(self.get_scale()), 0
+        self.initial = float(self.get_scale())
+        self.group[SCALE], self.group[GOOD_STEPS] = self.initial, 0
         self._known = (self.group[SCALE], self.group[GOOD_STEPS])
 
     def scale(self, outputs: Tensor) -> Tensor:  # type: ignore[override]
@@ -73,6 +78,17 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     )
 
 
+def _scale_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """The gradient scaler began with this scale, and its scale now is that times a power of two."""
+    scaler = seen.facts.noted(LossScaler)
+    began, now = (scaler.initial, float(scaler.get_scale())) if scaler is not None else (0.0, 0.0)
+    doublings = math.log2(now / began) if began and now else 0.5
+    return api.Proof(
+        began == knobs["initial_scale"] and doublings.is_integer(),
+        f"it began at {began:g} and is {now:g} now",
+    )
+
+
 technique = api.Technique(
     name="amp_fp16",
     alternative=api.Alternative.PRECISION,
@@ -81,7 +97,7 @@ technique = api.Technique(
     stage=api.Stage.MODEL,
     apply=apply,
     conflicts=("amp_bf16", "bf16_master", "fp16_matmul", "pure_bf16"),
-    knobs={"initial_scale": api.KnobRange((65536, 4096, 256), "loss scale at the first step")},
+    knobs={"initial_scale": api.KnobRange((65536, 4096, 256), "loss scale at the first step", _scale_seen)},
     claim=api.Claim(
         "matmul rate",
         15.0,

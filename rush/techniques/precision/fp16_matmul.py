@@ -86,6 +86,16 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     )
 
 
+def _scope_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """Our operators were called with the vocabulary as a dim if, and only if, the LM head is included."""
+    calls = [call for name in OPERATORS for call in seen.calls.get(name, {})]
+    of_head = [call for call in calls if any(seen.head_widths.intersection(dims) for dims in call.shapes)]
+    return api.Proof(
+        bool(calls) and bool(of_head) == (_with_head(knobs) and seen.holds_head),
+        f"{'the LM head is' if of_head else 'the LM head is not'} among our operators' matmuls",
+    )
+
+
 def _with_head(knobs: api.Knobs) -> bool:
     return knobs["scope"] == "blocks_and_head"
 
@@ -124,7 +134,9 @@ technique = api.Technique(
     ),
     conflicts=("amp_bf16", "amp_fp16", "bf16_master", "fp8", "int8_base", "pure_bf16", "qlora"),
     after=("chunked_loss", "vocab_pad"),
-    knobs={"scope": api.KnobRange(SCOPES, "the linear layers of the blocks, or the LM head as well")},
+    knobs={
+        "scope": api.KnobRange(SCOPES, "the linear layers of the blocks, or the LM head as well", _scope_seen)
+    },
     claim=api.Claim(
         "matmul rate",
         1.0,

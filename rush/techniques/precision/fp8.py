@@ -24,18 +24,16 @@ import rush.techniques.api.contract as api
 from rush.hardware import Machine
 from rush.models.layers import GatedMLP
 from rush.recipe import Recipe
-from rush.techniques.api.evidence import describe_dtypes
-from rush.techniques.api.seams import needs_triton, rush_kernels_ran
+from rush.techniques.api.seams import needs_triton
 from rush.techniques.kernels.fused_loss import FusedLossHead
 from rush.techniques.kernels.vocab_pad import PaddedProjection, ProjectedLossHead
+from rush.techniques.precision import fp8_evidence
 from rush.techniques.precision.fp8_layers import ALIGNMENT, Fp8GatedMLP, Fp8Linear, fp8_projection
 
 RECIPES, SCOPES = ("tensorwise", "rowwise"), ("blocks", "blocks_and_head", "head")
 CASTS = MLPS = ("compiler", "kernel")
 OTHER_HEADS = ("chunked_loss", "liger")
 OTHER_MLPS = ("fused_mlp", "liger")
-SWIGLU = tuple(f"fp8_swiglu{step}" for step in ("_amax", "", "_bound", "_backward"))
-"""Kernels of the fused MLP; its operators have the same names."""
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
@@ -66,36 +64,6 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
     elif knobs["scope"] != "blocks":
         of_head = partial(fp8_linear, recipe=recipe, **(options | {"fast_accum": "forward"}))
         build.model.loss_head = ProjectedLossHead(PaddedProjection(build.head_width, fp8_projection(of_head)))
-
-
-def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
-    """Matmuls took fp8 inputs (or fp8 kernels of a compiled graph ran); on a CPU the emulation
-    `rush::fp8_emulated_matmul` ran, which proves the arithmetic and nothing about speed. With `mlp` kernel also our
-    kernels `fp8_swiglu…`, forward and backward (on a CPU the operators `rush::fp8_swiglu…`), and with
-    `fused_loss` the kernel `fp8_logits_gradient`."""
-    proofs = [_matmuls_ran(seen)]
-    names = SWIGLU if _with_one_mlp(knobs) else ()
-    if knobs["scope"] != "blocks" and seen.facts.noted(FusedLossHead) is not None:
-        names = (*names, "fp8_logits_gradient")
-    if names:
-        kernels = rush_kernels_ran(
-            tuple(f"{name}_kernel" for name in names), tuple(f"rush::{name}" for name in names)
-        )
-        proofs.append(kernels(seen, knobs))
-    return api.Proof(all(proof.took_effect for proof in proofs), "; ".join(proof.what for proof in proofs))
-
-
-def _matmuls_ran(seen: api.Observation) -> api.Proof:
-    if emulated := seen.ops.get("rush::fp8_emulated_matmul", 0):
-        return api.Proof(
-            not seen.kernels, f"emulated on a CPU: {emulated} matmuls of dequantized fp8 operands"
-        )
-    kernels = [name for name in seen.kernels if "e4m3" in name or "_scaled_mm" in name]
-    eight_bits = any(dtype.startswith("float8") for dtype in seen.matmul_dtypes)
-    return api.Proof(
-        eight_bits or bool(kernels),
-        describe_dtypes(seen) + (f"; ran {', '.join(kernels)[:120]}" if kernels else ""),
-    )
 
 
 def _can_multiply(machine: Machine, recipe: Recipe) -> bool:
@@ -204,6 +172,14 @@ technique = api.Technique(
             ),
         ),
         api.Requirement(
+            "gradients of the LM head never use fast accumulation, so fast all needs a scope with the blocks; set fast to "
+            "forward, or scope to blocks_and_head",
+            lambda machine, recipe: (
+                api.knob_of(recipe, "fp8", "fast", "forward") == "forward"
+                or api.knob_of(recipe, "fp8", "scope", SCOPES[0]) != "head"
+            ),
+        ),
+        api.Requirement(
             "with layout.tp the loss computes the logits of a vocab shard; set scope to blocks",
             lambda machine, recipe: recipe.layout.tp == 1 or not _takes_head(recipe),
         ),
@@ -226,24 +202,31 @@ technique = api.Technique(
     after=("chunked_loss", "fused_loss", "vocab_pad"),
     knobs={
         "recipe": api.KnobRange(
-            RECIPES, "one scale per tensor (gradients in e5m2), or one per row (all e4m3)"
+            RECIPES,
+            "one scale per tensor (gradients in e5m2), or one per row (all e4m3)",
+            fp8_evidence.recipe_seen,
         ),
         "scope": api.KnobRange(
-            SCOPES, "the linear layers of the blocks, the LM head as well, or the LM head alone"
+            SCOPES,
+            "the linear layers of the blocks, the LM head as well, or the LM head alone",
+            fp8_evidence.scope_seen,
         ),
         "fast": api.KnobRange(
             ("forward", "all"),
             "matmuls with fast accumulation: faster, less precise; never for gradients of the LM head",
+            fp8_evidence.fast_seen,
         ),
         "casts": api.KnobRange(
             ("compiler", "kernel"),
             "plain operators for compile to fuse, or one kernel that writes both layouts (tensorwise); an LM head in "
             "fused_loss always uses a kernel",
+            fp8_evidence.casts_seen,
         ),
         "mlp": api.KnobRange(
             MLPS,
             "Llama's MLP as layers and an activation for compile to fuse, or as one function whose kernels cast to fp8 "
             "inside SwiGLU and its gradient",
+            fp8_evidence.mlp_seen,
         ),
     },
     claim=api.Claim(
@@ -253,7 +236,7 @@ technique = api.Technique(
         source="torchao's documentation of fp8 training; 5,760 against 7,186 tokens/s in a torchtitan commit",
     ),
     parity=api.Parity.STATISTICAL,
-    evidence=evidence,
+    evidence=fp8_evidence.evidence,
     memory=(
         api.MemoryEffect("inputs.cast", 1.0, "in fp8", size=1.0, when=_tensorwise),
         api.MemoryEffect("inputs.cast", 1.0, "other casts, from the 16-bit values", size=2.0, when=_rowwise),

@@ -64,12 +64,16 @@ def _count(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_pre_hook(before)
 
 
+def planted(seen: object, knobs: object) -> Proof:
+    return Proof(True, "planted")
+
+
 technique = Technique(
     name="breaks",
     stage=Stage.MODEL,
     apply=apply,
-    knobs={"kind": KnobRange(("validate", "sample", "resume", "killed"), "where it breaks")},
+    knobs={"kind": KnobRange(("validate", "sample", "resume", "killed"), "where it breaks", planted)},
     claim=Claim("tokens_per_s", 0.0, regime="planted", source="tests"),
     parity=Parity.EXACT,
-    evidence=lambda seen, knobs: Proof(True, "planted"),
+    evidence=planted,
 )

@@ -66,6 +66,7 @@ technique = Technique(
         "kind": KnobRange(
             ("nothing", "hangs", "warns", "forgets", "needs gradients", "validates otherwise"),
             "what is wrong",
+            evidence,
         )
     },
     claim=Claim("tokens_per_s", 1.0, regime="planted", source="this test"),

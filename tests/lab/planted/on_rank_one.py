@@ -30,14 +30,20 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         )
 
 
+def planted(seen: object, knobs: object) -> Proof:
+    return Proof(True, "planted")
+
+
 technique = Technique(
     name="on_rank_one",
     stage=Stage.MODEL,
     apply=apply,
     knobs={
-        "kind": KnobRange(("nothing", "killed", "memory", "raises", "hangs", "unequal"), "what goes wrong")
+        "kind": KnobRange(
+            ("nothing", "killed", "memory", "raises", "hangs", "unequal"), "what goes wrong", planted
+        )
     },
     claim=Claim("tokens_per_s", 0.0, regime="planted", source="tests"),
     parity=Parity.CLOSE,
-    evidence=lambda seen, knobs: Proof(True, "planted"),
+    evidence=planted,
 )

@@ -80,6 +80,7 @@ technique = Technique(
                 "nothing", "gradient", "memory", "memory_error", "hang", "segfault", "killed", "exception", "slow"
             ),
             "what is wrong",
+            evidence,
         )
     },
     claim=Claim("tokens_per_s", 1.0, regime="planted", source="this test"),

@@ -38,7 +38,7 @@ technique = Technique(
     name="steady",
     stage=Stage.ENV,
     apply=apply,
-    knobs={"step_us": KnobRange((60_000, 63_000), "the length of a step")},
+    knobs={"step_us": KnobRange((60_000, 63_000), "the length of a step", evidence)},
     claim=Claim("tokens_per_s", -0.05, regime="planted", source="this test"),
     parity=Parity.EXACT,
     evidence=evidence,
