@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.parallel.knob_work import show_knobs
+from tests.parallel.knob_work import shard_all_but_one_block, show_knobs
 from tests.parallel.rank_work import on_ranks
 
 slow = pytest.mark.slow
@@ -77,3 +77,9 @@ def test_ranks_show_the_value_of_each_knob_and_no_other(
                     assert len(found) < 3, (rank, found)
                 else:
                     assert found == [value], (rank, knob, found, what)
+
+
+def test_a_block_that_is_not_sharded_is_found() -> None:
+    for took_effect, what in on_ranks(2, shard_all_but_one_block):
+        assert not took_effect
+        assert "9 are not sharded, blocks.1." in what

@@ -19,6 +19,7 @@ from rush.records.checkpoint_pieces import PIECES, read_pieces
 from rush.records.checkpoint_store import CheckpointStore, verify
 from rush.training.build import build
 from rush.training.step import train_step
+from tests.parallel.knob_work import reshard_blocks
 from tests.parallel.rank_work import (
     Result,
     loader,
@@ -209,3 +210,15 @@ def test_what_one_rank_cannot_write_all_hear_of_and_nothing_of_it_stays(tmp_path
     assert second["said"] == first["said"]
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-000001", "step-000003"]
+
+
+def test_scales_of_8_bit_blocks_go_from_two_ranks_to_one_and_to_four(tmp_path: Path) -> None:
+    """On one rank they are flat, where rows are sharded a table; the same numbers belong to the same blocks."""
+    written = on_ranks(2, reshard_blocks, 2, str(tmp_path / "two"), None)
+    assert [found["held"] for found in written] == [(12, 4)] * 2
+    source = str(tmp_path / "two" / "step-000001")
+    for count in (1, 4):
+        assert all(found["right"] for found in on_ranks(count, reshard_blocks, count, "", source)), count
+    on_ranks(1, reshard_blocks, 1, str(tmp_path / "one"), None)
+    flat = str(tmp_path / "one" / "step-000001")
+    assert all(found["right"] for found in on_ranks(4, reshard_blocks, 4, "", flat))

@@ -179,3 +179,17 @@ def test_sixteen_bits_do_the_same_in_a_cut_layer(technique: str, limit: float) -
     assert max(apart.values()) < limit, apart
     assert apart["losses"] < 1e-3, apart
     assert all(took_effect for took_effect, _ in found["proofs"].values()), found["proofs"]
+
+
+SMALL = ("model.shape.num_layers=1", "model.shape.hidden=32", "model.shape.head_dim=8", "model.shape.intermediate=32",
+         "batch.sequence=16", "batch.total_tokens=64")  # fmt: skip
+
+
+def test_the_bias_of_a_row_wise_layer_learns_from_the_tokens_of_all_ranks() -> None:
+    """It is added after the reduction, to a rank's shard of the sequence: GPT-2 alone has one."""
+    reference = learn("gpt2", {}, (), 1, "", SMALL)["gradients"]
+    named = ["blocks.0.attention.out.bias", "blocks.0.mlp.down.bias"]
+    for ours in on_ranks(2, learn, "gpt2", {"tp": 2}, (), 1, "", SMALL):
+        for name in named:
+            np.testing.assert_allclose(ours["gradients"][name], reference[name], rtol=1e-4, atol=1e-7)
+    assert all(np.abs(reference[name]).max() > 1e-4 for name in named)

@@ -81,8 +81,10 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     noted, counts = seen.facts.noted(CompiledModel), seen.compiled
     calls = seen.ops.get("CompiledFunctionBackward", 0)
     passes = seen.ops.get(PASS, 0) / (len(noted.stages) or 1 if noted is not None else 1)
-    # (Not every rank of a pipeline has final norm and loss.)
-    each = len(noted.model.blocks) if noted is not None and _compiled(noted.model.blocks) else 1
+    each = 1
+    if noted is not None and knobs["scope"] == "block":
+        # (Not every rank of a pipeline has final norm and loss.)
+        each = len(noted.parts if seen.holds_head else noted.model.blocks)
     # Replayed in a CUDA graph, compiled graphs show their kernels only.
     replayed = not calls and counts.graphs > 0 and any(name.startswith("triton_") for name in seen.kernels)
     return api.Proof(
