@@ -31,6 +31,8 @@ Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 LARGEST_MICRO = 2**24
 LARGEST_EPOCHS = 1e6
+LARGEST_PASS = 2**26
+"""Tokens in one forward pass: more than any device holds the activations of."""
 LARGEST_NUMBER = 2**63 - 1
 """Of any key: what 64 bits hold."""
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from rush.errors import RecipeError, nearest
 from rush.models import SIZES
 from rush.ready import RECIPES
-from rush.recipe import AUTO, FORMER_NAMES, Recipe
+from rush.recipe import AUTO, FORMER_NAMES, LARGEST_PASS, Recipe
 
 _OVERRIDE = re.compile(r"^([A-Za-z_][\w.-]*?)\s*(\+=|-=|=)(.*)$", re.DOTALL)
 
@@ -63,12 +63,22 @@ def parse(tree: Mapping[str, Any], *, auto: bool = False) -> Recipe:
         _check_step(recipe)
     else:
         recipe.accumulation  # noqa: B018  (computing it is the check)
+        _check_pass(recipe)
     if recipe.batch.sequence > recipe.shape().context:
         raise RecipeError(
             f"batch.sequence is {recipe.batch.sequence} but {recipe.model.name} reads at most "
             f"{recipe.shape().context} tokens; lower batch.sequence or raise model.shape.context."
         )
     return recipe
+
+
+def _check_pass(recipe: Recipe) -> None:
+    """A forward pass has a bound: gathering a billion tokens takes minutes, and then there is no memory for them."""
+    if (tokens := recipe.micro * recipe.batch.sequence) > LARGEST_PASS:
+        raise RecipeError(
+            f"batch.micro × batch.sequence is {recipe.micro:,} × {recipe.batch.sequence:,} = {tokens:,} tokens in one forward pass; "
+            f"allowed: at most {LARGEST_PASS:,}. Lower batch.micro; batch.total_tokens sets the tokens per step."
+        )
 
 
 def _check_step(recipe: Recipe) -> None:

@@ -82,6 +82,7 @@ CASES: dict[str, tuple[int, str, Callable[[Path], Sequence[str]]]] = {
     "a vocabulary within bounds": (3, "has the shape", config(vocab_size=2**24)),
     # e: memory
     "a micro batch of 10**12": (2, "batch.micro is 1000000000000", train("batch.micro=1000000000000")),
+    "a forward pass of a billion tokens": (2, "= 1,024,000,000 tokens in one forward pass", train("batch.micro=4000000", "batch.sequence=256", "batch.total_tokens=none")),
     "memory of one byte": (4, "out of memory", train("run.memory_limit_gb=1e-9", "schedule.steps=1", "schedule.warmup=0")),
     "memory below zero": (2, "run.memory_limit_gb is -1", train("run.memory_limit_gb=-1")),
     # h: numbers, nesting, links, names, types

@@ -8,7 +8,7 @@ report a missing file, or one that changed.
 from __future__ import annotations
 
 import importlib.util
-import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +17,24 @@ from pathlib import Path
 from types import ModuleType
 from typing import cast
 
-from rush.errors import RecipeError
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from rush.errors import DataError, RecipeError
 from rush.files import sha256_file, write_json_atomic
 from rush.recipe import Recipe
 from rush.records.run_folder import RunFolder
+from rush.records.typed import wrong_field
 from rush.techniques import registry
 from rush.techniques.api.contract import Technique
 
+
+class _RememberedFile(TypedDict):
+    file: str
+    sha256: str
+
+
+_TOLD = TypeAdapter(dict[str, _RememberedFile])
 _GIVEN: dict[str, Path] = {}
 """Techniques from files, with their files; per process, as the registry."""
 WANTED = "--technique takes a Python file that defines `technique`, a rush.techniques.Technique"
@@ -117,9 +128,15 @@ def check_remembered(
     folder: RunFolder, recipe: Recipe, note: Callable[[str], None] = lambda text: None
 ) -> None:
     """Refuse to resume without a file that the run used; report a file that changed."""
-    if not folder.techniques.is_file():
+    if not os.path.isfile(folder.techniques):
         return
-    told: dict[str, dict[str, str]] = json.loads(folder.techniques.read_text())
+    try:
+        told = _TOLD.validate_json(folder.techniques.read_bytes(), strict=True)
+    except ValidationError as error:
+        raise DataError(
+            f"{folder.techniques} does not list the technique files of this run ({wrong_field(error)}); restore it, or remove it and "
+            "give the files with --technique."
+        ) from None
     for name, _ in recipe.technique_uses():
         if name in told and name not in registry():
             raise RecipeError(
