@@ -35,6 +35,9 @@ def show_knobs(
             found.append(
                 {
                     "proofs": {name: (p.took_effect, p.what) for name, p in prove(run.uses, seen).items()},
+                    "own": {
+                        u.technique.name: u.technique.evidence(seen, u.knobs).took_effect for u in run.uses
+                    },
                     "accepted": {use.technique.name: accepted(use, seen) for use in run.uses},
                     "used": {use.technique.name: dict(use.knobs) for use in run.uses},
                 }
@@ -42,7 +45,7 @@ def show_knobs(
     return found
 
 
-def shard_all_but_one_block() -> tuple[bool, str]:
+def shard_all_but_one_block() -> Result:
     """Sharding leaves out the parameters of the second block: what the evidence of `fsdp` makes of it."""
     import torch.distributed.fsdp as library
 
@@ -60,11 +63,9 @@ def shard_all_but_one_block() -> tuple[bool, str]:
 
     library.fully_shard = skipping
     try:
-        (found,) = show_knobs("llama", {"fsdp": 2}, [()])
+        return show_knobs("llama", {"fsdp": 2}, [()])[0]
     finally:
         library.fully_shard = plain
-    proof: tuple[bool, str] = found["proofs"]["fsdp"]
-    return proof
 
 
 def reshard_blocks(ranks_of_fsdp: int, folder: str, source: str | None) -> dict[str, Any]:

@@ -80,6 +80,6 @@ def test_ranks_show_the_value_of_each_knob_and_no_other(
 
 
 def test_a_block_that_is_not_sharded_is_found() -> None:
-    for took_effect, what in on_ranks(2, shard_all_but_one_block):
-        assert not took_effect
-        assert "9 are not sharded, blocks.1." in what
+    for found in on_ranks(2, shard_all_but_one_block):
+        assert not found["own"]["fsdp"]
+        assert "9 are not sharded, blocks.1." in found["proofs"]["fsdp"][1]
