@@ -225,7 +225,7 @@ technique = Technique(
     name="liar",
     stage=Stage.MODEL,
     apply=apply,
-    knobs={"kind": KnobRange(tuple(KINDS), "how it cheats")},
+    knobs={"kind": KnobRange(tuple(KINDS), "how it cheats", evidence)},
     claim=Claim("tokens_per_s", 1.0, regime="planted", source="this test"),
     parity=PARITY,
     evidence=evidence,
