@@ -107,7 +107,7 @@ def _steps(**changed: Any) -> dict[str, Any]:
         ({}, None),
         ({"reached_rows": [2, 2, 1, 1]}, kinds.FEWER_ROWS),
         ({"reached_tokens": [64, 64, 32, 64]}, kinds.FEWER_ROWS),
-        ({"reached_rows": [8, 0, 0, 0], "reached_tokens": [256, 0, 0, 0]}, None),  # a captured graph
+        ({"reached_rows": [8, 0, 8, 0], "reached_tokens": [256, 0, 256, 0], "captured": True}, None),
         ({"reached_rows": [2, 0, 2, 0], "reached_tokens": [64, 0, 64, 0]}, kinds.CACHED),
         ({"digests": ["a", "b", "a", "d"]}, kinds.REPEATED),
         ({"digests": ["a", "c", "b", "d"]}, kinds.OTHER_ORDER),

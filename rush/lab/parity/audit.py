@@ -31,7 +31,7 @@ from rush.lab.trial.timing import Stepper
 from rush.recipe import Recipe
 from rush.techniques.api.tolerances import gradient_errors
 from rush.training.build import Run, build
-from rush.training.corpus import Corpus
+from rush.training.reference import set_live_reference
 from rush.training.schedule import learning_rate
 from rush.training.step import clip_factor, split_rows, train_step
 
@@ -196,13 +196,11 @@ def _updates(
     return found
 
 
-def held_against_plain(
-    audited: Audited, plain: Recipe, machine: Machine, corpus: Corpus, names: Iterable[str] = ()
-) -> AuditFound:
+def held_against_plain(audited: Audited, plain: Recipe, machine: Machine) -> AuditFound:
     """What plain fp32 computes from the same weights on the same batches, beside what the run did."""
     weights = starting_weights(plain)
     run = build(plain, machine, weights)
-    corpus.ready_for(run, weights, None)
+    set_live_reference(run, weights)
     del weights
     compared = [_compared(run, step) for step in audited.steps if step.weights is not None]
     found: AuditFound = {

@@ -147,8 +147,7 @@ def _flow(steps: StepsFound) -> list[Difference]:
             return [Difference(kind, said + (f" and {len(few) - 1} more" if len(few) > 1 else ""))]
     reached = steps["reached_rows"]
     idle = [step for step, count in enumerate(reached, 1) if count == 0]
-    # A graph is replayed in every step once it is captured; results that are used again come and go.
-    if idle and any(reached[idle[0] :]):
+    if idle and not steps.get("captured") and any(reached):
         said = f"nothing reached the model in step {idle[0]}"
         return [Difference(CACHED, said + (f" and {len(idle) - 1} more" if len(idle) > 1 else ""))]
     return []
@@ -193,7 +192,11 @@ def in_timed_steps(
         return found, {**told, "why": "plain fp32 was not run on these batches"}
     told["reference_losses"] = curve["losses"][:compared]
     if not same_rows:
-        return found, {**told, "compared": 0, "why": "a technique lays out the rows: the batches are its own"}
+        return found, {
+            **told,
+            "compared": 0,
+            "why": "a technique decides how rows are packed: the batches are its own",
+        }
     found += _batches(steps["digests"], curve["steps"]["digests"])
     found += _labels(steps["labels"], curve["steps"]["labels"])
     twin = perturbed["losses"] if perturbed else None

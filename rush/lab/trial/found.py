@@ -19,6 +19,8 @@ class StepsFound(TypedDict, total=False):
     """Rows that reached the innermost pass; 0 where a captured graph was replayed."""
     reached_tokens: list[int]
     skipped: int
+    captured: bool
+    """Whether a CUDA graph was captured."""
 
 
 class TimingFound(TypedDict, total=False):

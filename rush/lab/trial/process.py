@@ -100,7 +100,7 @@ def _measure(spec: Mapping[str, Any], result: TrialResult) -> None:
     # Last, because plain fp32 may not fit.
     if audited is not None:
         began = time.monotonic()
-        result.add(audit=_audit(audited, _recipe(spec["audit"]), machine, corpus))
+        result.add(audit=_audit(audited, _recipe(spec["audit"]), machine))
         result.took("audit", began)
 
 
@@ -121,10 +121,10 @@ def _trace(parity: Mapping[str, Any], machine: Machine, name: str, result: Trial
         result.took("parity in fp32", began)
 
 
-def _audit(audited: Audited, plain: Recipe, machine: Machine, corpus: Corpus) -> AuditFound:
+def _audit(audited: Audited, plain: Recipe, machine: Machine) -> AuditFound:
     """The steps after the timing against plain fp32; without memory for that one, why not."""
     try:
-        return held_against_plain(audited, plain, machine, corpus)
+        return held_against_plain(audited, plain, machine)
     except (MemoryError, torch.OutOfMemoryError, MachineError) as error:
         return {"steps": 0, "why": f"plain fp32 did not fit: {str(error).splitlines()[0][:200]}"}
 

@@ -68,6 +68,8 @@ class StepLog:
     reached_rows: list[int] = field(default_factory=list)
     reached_tokens: list[int] = field(default_factory=list)
     skipped: int = 0
+    captured: bool = False
+    """Whether a CUDA graph was captured: replays of it call no pass."""
     looking: Flow | None = None
     """Where nothing is timed: everything that reaches the innermost pass."""
     _rows: int = 0
@@ -75,13 +77,15 @@ class StepLog:
 
     def watch(self, run: Run) -> None:
         """Count what reaches the run's innermost pass. (A replayed graph calls none: nothing is counted then.)"""
-        innermost = run.innermost
+        innermost, on_gpu = run.innermost, run.device.type == "cuda"
 
         def counted(batch: Batch, loss_scale: Tensor) -> Tensor:
             rows, width = batch.tokens_bt.shape
             self._rows += rows
             self._tokens += rows * width
-            if self.looking is not None and not _capturing():
+            capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+            self.captured |= capturing
+            if self.looking is not None and not capturing:  # in a captured graph nothing may be read
                 self.looking.reached[-1].append(_told(batch))
             return innermost(batch, loss_scale)
 
@@ -119,12 +123,8 @@ class StepLog:
             "reached_rows": list(self.reached_rows),
             "reached_tokens": list(self.reached_tokens),
             "skipped": self.skipped,
+            "captured": self.captured,
         }
-
-
-def _capturing() -> bool:
-    """Whether a CUDA graph is being captured, in which nothing may be read."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def digest(batches: Iterable[Batch], columns: int | None = COLUMNS) -> str:
