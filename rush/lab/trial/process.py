@@ -147,14 +147,14 @@ def _time(
         timing = time_steps(run, loader, Timing(**spec["timing"]), stepper=stepper)
         result.add(timing=timing)
         result.took("timing", began)
-        if spec.get("audit") is not None and not (timing["hopeless"] or timing["cold"]):
-            began = time.monotonic()
-            audited = record(run, stepper)
-            result.took("audited steps", began)
         if spec["profile"]:
             began = time.monotonic()
             _watch(run, Stepper(run, loader), result)
             result.took("profile", began)
+        if spec.get("audit") is not None and not (timing["hopeless"] or timing["cold"]):
+            began = time.monotonic()
+            audited = record(run, stepper)
+            result.took("audited steps", began)
     return audited
 
 

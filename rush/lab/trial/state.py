@@ -29,7 +29,7 @@ class TrialState:
                 "took_effect": False,
                 "what": f"{self.idle}, and its evidence ({row['what']}) proves nothing",
             }
-            if row["technique"] in self.required
+            if row["technique"] in self.required and row["took_effect"]
             else row
             for row in rows
         ]
