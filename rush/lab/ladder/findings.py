@@ -66,7 +66,7 @@ FORMULAS = {
     "is the finest test that it passes (same bits, rounding, statistical with the gap relative to the decrease of the loss)",
     "timed": "the timed steps against plain fp32 on the same batches: what the loader returned and what reached the model, and the loss "
     "curve, over as many steps as plain fp32 makes in its time (`compared`)",
-    "after_timing": "three more steps of the timed run: from its weights on its batches plain fp32 computes loss and gradients, and "
+    "after_timing": "two more steps of the timed run: from its weights on its batches plain fp32 computes loss and gradients, and "
     "AdamW's formula the update",
     "life": "four steps of `rush train` with a validation, a sample and a checkpoint after every second; then the last two once more in a new "
     "process, resumed from the checkpoint of the second, to the same losses",

@@ -35,7 +35,7 @@ from rush.training.reference import set_live_reference
 from rush.training.schedule import learning_rate
 from rush.training.step import clip_factor, split_rows, train_step
 
-STEPS = 3
+STEPS = 2
 HOST_COPIES = 1_000_000_000
 """Weights that are copied to the host before a step; of a larger model only the last step is compared."""
 SLICE = 65_536

@@ -153,14 +153,7 @@ def in_further_process(parity: dict[str, Any], outcome: Outcome, first: Outcome)
     timing = outcome.found.get("timing")
     if timing is None or "differences" not in parity or parity["differences"]:
         return parity
-    rounding = max(
-        (row.get("relative_error", 0.0) for row in outcome.found["techniques"].values()), default=0.0
-    )
-    audit = outcome.found.get("audit", AuditFound(steps=0))
-    found = [
-        *differences.in_further_process(timing, first.found["timing"]),
-        *after_timing(audit, timing["dtype"], rounding, "float32"),
-    ]
+    found = differences.in_further_process(timing, first.found.get("timing", {}))
     return _named(parity, [replace(each, late=True) for each in found])
 
 

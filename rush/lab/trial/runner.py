@@ -22,11 +22,10 @@ from rush.files import write_json_atomic
 from rush.hardware import Machine
 from rush.lab.ladder.ladder_file import LadderPlan, MeasureConfig
 from rush.lab.life.usable import live, quick
-from rush.lab.parity.trace import WHOLE_UP_TO, parity_recipe, without_speed
+from rush.lab.parity.trace import parity_recipe, without_speed
 from rush.lab.trial.found import TraceFound, TrialFound
 from rush.lab.trial.starter import COMMANDS, Starter
 from rush.lab.trial.trial import Outcome, execute
-from rush.models.counts import count_parameters
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
 from rush.records.life import LifeRecord
@@ -82,11 +81,6 @@ class TrialFolder:
     def clean(self) -> None:
         """Remove the files of unfinished trials and compilers."""
         shutil.rmtree(self.work, ignore_errors=True)
-
-
-def _small(recipe: Recipe) -> bool:
-    """Whether comparing with plain fp32 takes next to no time."""
-    return count_parameters(recipe.shape()) <= WHOLE_UP_TO
 
 
 def _asks_for_more(found: TrialFound, steps: int) -> bool:
@@ -162,7 +156,7 @@ class Bench(TrialFolder):
             else None,
             "profile": first,
             "parity": parity,
-            "audit": write_toml(without_speed(recipe)) if self._audits(recipe, first) else None,
+            "audit": write_toml(without_speed(recipe)) if self._audits(first) else None,
             "extra_techniques": list(self.extra_techniques),
         }
         limit = min(self.plan.measure.limit_s, limit_s)
@@ -209,11 +203,11 @@ class Bench(TrialFolder):
         """Whether the life of a recipe is recorded."""
         return self._life_path(recipe).exists()
 
-    def _audits(self, recipe: Recipe, first: bool) -> bool:
-        """Whether plain fp32 is run after the timing: in the first process of a rung, in all of them where that takes no time. On a
-        CPU, where too little memory ends the process, not where the ladder says that plain fp32 is too large."""
+    def _audits(self, first: bool) -> bool:
+        """Whether plain fp32 is run after the timing: in the first process of a rung. On a CPU, where too little memory ends the
+        process, not where the ladder says that plain fp32 is too large."""
         too_large = any(key.startswith(("model.", "batch.sequence")) for key in self.plan.parity.changes)
-        return (first or _small(recipe)) and not (too_large and self.machine.device == "cpu")
+        return first and not (too_large and self.machine.device == "cpu")
 
     def curve(self, plain: Recipe, steps: int) -> tuple[TraceFound | None, TraceFound | None]:
         """The reference's steps on the batches of a timing, and those of its perturbed run: as many as the timing had, if the
