@@ -57,6 +57,11 @@ class CheckpointManifest:
         body["digest"] = _digest(body)
         return json.dumps(body, indent=2, allow_nan=False) + "\n"
 
+    @property
+    def digest(self) -> str:
+        """Identifies the manifest, and by it the content of all files."""
+        return str(json.loads(self.render())["digest"])
+
 
 _SCHEMA = TypeAdapter(CheckpointManifest)
 
@@ -135,10 +140,12 @@ def check_sizes(folder: Path, manifest: CheckpointManifest) -> None:
             raise _damaged(folder, name, f"has {status.st_size} bytes, the manifest says {entry.size_bytes}")
 
 
-def check_contents(folder: Path, manifest: CheckpointManifest, share: tuple[int, int] = (0, 1)) -> None:
-    """The thorough half: every byte, through SHA-256. With several readers (`share`: number, count) each verifies some of the files."""
+def check_contents(folder: Path, manifest: CheckpointManifest, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """The thorough half: every byte, through SHA-256. Returns the files that were read: all, or with several readers (`share`:
+    number, count) the part of this one."""
     number, count = share
-    by_size = sorted(manifest.files.items(), key=lambda item: -item[1].size_bytes)
+    by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].size_bytes, item[0]))
+    read = []
     for name, entry in by_size[number::count]:
         try:
             found = sha256_file(folder / name)
@@ -150,6 +157,8 @@ def check_contents(folder: Path, manifest: CheckpointManifest, share: tuple[int,
                 name,
                 f"has other content than was saved (SHA-256 {found[:12]}…, not {entry.sha256[:12]}…)",
             )
+        read.append(name)
+    return read
 
 
 def folder_name(step: int) -> str:

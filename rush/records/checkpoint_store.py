@@ -53,14 +53,12 @@ class Checkpoint:
         return self.manifest.meta
 
 
-def verify(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
-    """Read every byte of a checkpoint; CheckpointDamaged names the first file that is not as sealed.
-
-    Several readers (`share`: number, count) can divide the files among them; each must collect what the others found.
-    """
+def verify(folder: Path) -> Checkpoint:
+    """Read every byte of a checkpoint; CheckpointDamaged names the first file that is not as sealed. Several ranks divide the
+    files among them (`rush/checkpoint/verification.py`)."""
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
-    check_contents(folder, manifest, share)
+    check_contents(folder, manifest)
     return Checkpoint(folder, manifest)
 
 

@@ -21,6 +21,7 @@ import torch
 
 from rush.checkpoint import restore
 from rush.checkpoint.saver import Saver, room_for_copies
+from rush.checkpoint.verification import newest_good
 from rush.errors import DataError, RecipeError
 from rush.files import write_atomic, write_json_atomic
 from rush.hardware import Machine, probe
@@ -29,8 +30,7 @@ from rush.parallel import Ranks, join, started_rank
 from rush.plan.micro_batch import candidates
 from rush.recipe import Recipe
 from rush.recipe_io import changed, differences, load_recipe, write_toml
-from rush.records.checkpoint_manifest import CheckpointDamaged
-from rush.records.checkpoint_store import Checkpoint, CheckpointStore, verify
+from rush.records.checkpoint_store import CheckpointStore
 from rush.records.metrics import MetricsRow, RowWriter, SampleRow, SaveRow, truncate_after
 from rush.records.run_folder import RunFolder, existing_run, new_run, resumed_run
 from rush.techniques import check
@@ -123,7 +123,9 @@ def _train(
     recipe: Recipe, machine: Machine, folder: RunFolder, status: RunStatus, view: View, ranks: Ranks
 ) -> Summary:
     store = folder.checkpoints
-    resumed = _newest_good(store, ranks, view)
+    resumed = newest_good(
+        store, ranks, lambda path, problem: view.note(f"DAMAGED checkpoint, not used: {problem}")
+    )
     if resumed is None and store.steps():
         raise DataError(
             f"every checkpoint in {store.folder} is damaged; restore one from a backup, or start a new run with "
@@ -186,21 +188,6 @@ def _train(
         loader.close()
         for sink in sinks:
             sink.close()
-
-
-def _newest_good(store: CheckpointStore, ranks: Ranks, view: View) -> Checkpoint | None:
-    """The newest checkpoint that verifies. Every rank reads some of its files; damage that one finds counts for all."""
-    for step in reversed(ranks.on_rank0(store.steps)):
-        found, problem = None, ""
-        try:
-            found = verify(store.path(step), share=(ranks.rank, ranks.world))
-        except CheckpointDamaged as error:
-            problem = str(error)
-        problems = [each for each in ranks.all_gather_object(problem) if each]
-        if not problems:
-            return found
-        view.note(f"DAMAGED checkpoint, not used: {problems[0]}")
-    return None
 
 
 def _seed_generators(seed: int) -> None:
