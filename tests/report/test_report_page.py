@@ -191,10 +191,14 @@ def test_sixty_rungs_are_all_there(tmp_path: Path) -> None:
     assert sum(a.get("class") == "rung" for a in read.all("li")) == 60
 
 
-def test_a_lone_surrogate_and_control_characters_do_not_break_the_file(tmp_path: Path) -> None:
+def test_control_characters_do_not_break_the_file_and_a_lone_surrogate_is_refused(tmp_path: Path) -> None:
     ladder = made_up.one_rung()
-    ladder["rungs"][0]["title"] = "bad \ud800 and \x00\x1b[31m red"
     path = tmp_path / "ladder.json"
+    ladder["rungs"][0]["title"] = "bad \ud800"
+    path.write_text(json.dumps(ladder))
+    with pytest.raises(DataError, match="is not JSON"):
+        read_ladder(path)
+    ladder["rungs"][0]["title"] = "bad \x00\x1b[31m red"
     path.write_text(json.dumps(ladder))
     page = report_page(read_ladder(path))
     assert "\x00" not in page

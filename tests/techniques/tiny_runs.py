@@ -154,6 +154,7 @@ def compare(run: Run, dtype: str, ours: Trace, reference: Trace) -> ParityVerdic
         ours.grad_norms,
         reference.grad_norms,
         gradient_errors(ours.gradients, reference.gradients),
+        relative_error=max(use.technique.relative_error for use in run.uses),
     )
 
 
