@@ -30,7 +30,7 @@ from rush.parallel import Ranks, join, started_rank
 from rush.plan.micro_batch import candidates
 from rush.recipe import Recipe
 from rush.recipe_io import changed, differences, load_recipe, write_toml
-from rush.records.checkpoint_store import CheckpointStore
+from rush.records.checkpoint_store import Checkpoint, CheckpointStore
 from rush.records.metrics import MetricsRow, RowWriter, SampleRow, SaveRow, truncate_after
 from rush.records.run_folder import RunFolder, existing_run, new_run, resumed_run
 from rush.techniques import check
