@@ -7,7 +7,8 @@ command line: `train("tiny", "schedule.steps=100")`. Errors are those of `rush.e
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,9 +125,13 @@ def train(
     *overrides: str,
     out: str | Path | None = None,
     resume: bool = False,
+    techniques: Sequence[str | Path] = (),
     view: View | None = None,
 ) -> TrainingRun:
-    """Train a recipe in a new folder, or resume the run in `out`. Without a `view` it shows progress in the terminal."""
+    """Train a recipe in a new folder, or resume the run in `out`. Without a `view` it shows progress in the terminal.
+
+    `techniques`, here and below: Python files that define techniques of your own. Their code is executed.
+    """
     from rush.training.loop import train_recipe
     from rush.training.view import terminal_view
 
@@ -138,7 +143,8 @@ def train(
         raise RecipeError("resume needs out: the folder of the run to resume.")
     folder = Path(out) if out is not None else new_folder(_name(recipe))
     chosen = None if recipe is None else _recipe(recipe, overrides)
-    return TrainingRun(train_recipe(chosen, folder, resume=resume, view=view or terminal_view()))
+    with _own(techniques):
+        return TrainingRun(train_recipe(chosen, folder, resume=resume, view=view or terminal_view()))
 
 
 def run_ladder(
@@ -146,11 +152,11 @@ def run_ladder(
     *overrides: str,
     out: str | Path | None = None,
     view: str = "cumulative",
-    techniques: Sequence[Path] = (),
+    techniques: Sequence[str | Path] = (),
     watch: LadderWatch | None = None,
     note: Note = _quiet,
 ) -> LadderResult:
-    """Measure a ladder, or resume the one in `out`; writes its record and its report. `techniques` are files of your own."""
+    """Measure a ladder, or resume the one in `out`; writes its record and its report."""
     from rush.lab.ladder.climb import climb
     from rush.lab.ladder.ladder_file import load_ladder
     from rush.report.page import write_report
@@ -159,14 +165,15 @@ def run_ladder(
         raise RecipeError(f"--view is {view!r}; allowed: {', '.join(VIEWS)}.")
     plan = load_ladder(str(ladder), overrides)
     folder = Path(out) if out is not None else Path("runs") / f"ladder-{plan.name}"
-    record = climb(
-        plan,
-        folder,
-        view=view,
-        extra_techniques=techniques,
-        watch=watch or (lambda progress: None),
-        note=note,
-    )
+    with _own(techniques) as files:
+        record = climb(
+            plan,
+            folder,
+            view=view,
+            extra_techniques=files,
+            watch=watch or (lambda progress: None),
+            note=note,
+        )
     for page in [folder, folder / "alone", folder / "left_out"] if view == "all" else [folder]:
         write_report(page / "ladder.json", page / "report.html")
     return LadderResult(record, folder)
@@ -181,6 +188,7 @@ def plan_recipe(
     link: str | None = None,
     network: str | None = None,
     network_cards: int | None = None,
+    techniques: Sequence[str | Path] = (),
 ) -> PlannedRecipe:
     """Memory and time of a recipe on a machine of the catalog, or on this one; `devices` and `nodes` fill its layout."""
     from rush.plan import plan, spec_of
@@ -195,8 +203,9 @@ def plan_recipe(
     if (devices is not None or nodes is not None) and target.devices != chosen.world:
         filled = fill_devices(layout, target.devices)
         chosen = changed(chosen, {f"layout.{axis}": n for axis, n in filled.items() if n != layout[axis]})
-    chosen = with_chosen_micro(chosen, target)
-    found = plan(spec_of(chosen, target.kind), target, problems=unmet(chosen, target))
+    with _own(techniques):
+        chosen = with_chosen_micro(chosen, target)
+        found = plan(spec_of(chosen, target.kind), target, problems=unmet(chosen, target))
     return PlannedRecipe(**{one.name: getattr(found, one.name) for one in fields(found)})
 
 
@@ -209,6 +218,7 @@ def tune_recipe(
     price: float | None = None,
     keep_speed: float = 0.8,
     beside: Sequence[str] = (),
+    techniques: Sequence[str | Path] = (),
     out: str | Path | None = None,
     watch: TuneWatch | None = None,
     note: Note = _quiet,
@@ -235,7 +245,10 @@ def tune_recipe(
         others[" ".join([_name(made), *more])] = load_recipe(made, more)
     folder = Path(out) if out is not None else Path("runs") / f"tune-{name}"
     request = Request(name, chosen, Goal(objective, keep_speed), classes, budget_s, price, others)
-    record = tune(request, folder, watch=watch or (lambda record, doing: None), note=note)
+    with _own(techniques) as files:
+        record = tune(
+            request, folder, extra_techniques=files, watch=watch or (lambda record, doing: None), note=note
+        )
     write_tune_report(folder / "tune.json", folder / "report.html")
     return TunedRecipe(record, folder)
 
@@ -313,6 +326,16 @@ def open_model(
     )
     path = None if adapter is None else Path(adapter)
     return model, adapted_tokenizer(Path(folder), path, model.shape.vocab_size, note)
+
+
+@contextmanager
+def _own(techniques: Sequence[str | Path]) -> Iterator[list[Path]]:
+    """Know the techniques of these files within the block."""
+    from rush.techniques.api.own_files import added
+
+    files = [Path(file).expanduser().resolve() for file in techniques]
+    with added(files):
+        yield files
 
 
 def new_folder(name: str) -> Path:

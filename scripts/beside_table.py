@@ -35,7 +35,7 @@ COMPANIONS = ((), ("amp_bf16",), ("pure_bf16",), ("amp_bf16", "flash_attention")
 def table() -> str:
     """The text between the marks: techniques that do not stand beside every axis just as they are."""
     rows, fine, reasons = [], [], {}
-    for name, technique in registry().items():
+    for name, technique in registry().ours().items():
         if name in (*AXES, *ON_CPU):
             continue
         cells = [beside(technique, axis) for axis in ORDER]

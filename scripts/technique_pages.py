@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -20,10 +22,16 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "techniques"
 NOTE = "<!-- Written by scripts/technique_pages.py from the technique's file. Change that file, not this page. -->"
 
 
-def pages() -> dict[str, str]:
-    """Every page by file name."""
-    found = {f"{name}.md": page(technique) for name, technique in registry().items()}
-    return {"README.md": index(), **found}
+def pages(names: Collection[str] | None = None) -> dict[str, str]:
+    """Every page by file name; with `names`, as if only these techniques existed."""
+    known = {
+        name: replace(
+            technique, conflicts=tuple(one for one in technique.conflicts if names is None or one in names)
+        )
+        for name, technique in registry().ours().items()
+        if names is None or name in names
+    }
+    return {"README.md": index(known), **{f"{name}.md": page(technique) for name, technique in known.items()}}
 
 
 def page(technique: Technique) -> str:
@@ -101,7 +109,7 @@ def _effect(effect: MemoryEffect) -> str:
     return f"× {effect.factor:g}"
 
 
-def index() -> str:
+def index(known: Mapping[str, Technique]) -> str:
     parts = [
         NOTE,
         "# Techniques",
@@ -109,7 +117,7 @@ def index() -> str:
         "why the others cannot; `rush ladder` measures what they gain there.",
     ]
     groups: dict[str, list[str]] = {}
-    for name, technique in registry().items():
+    for name, technique in known.items():
         module = import_module(technique.apply.__module__)
         title = (module.__doc__ or "").strip().splitlines()[0]
         row = f"| [{name}]({name}.md) | {title} | {technique.stage.name} | {technique.parity.name} |"

@@ -25,7 +25,7 @@ from rush.lab.ladder.ladder_file import LadderPlan, SearchConfig
 from rush.lab.paired import floors_of
 from rush.lab.parity.judge import in_further_process, parity_with_plain
 from rush.lab.trial.found import TrialFound
-from rush.lab.trial.runner import TIMING, Bench, open_bench
+from rush.lab.trial.runner import TIMING, Bench, file_digests, open_bench
 from rush.lab.trial.trial import Outcome
 from rush.recipe_io import write_toml
 from rush.records.ladder import RungRecord
@@ -41,6 +41,7 @@ from rush.records.models import (
     read_models,
     write_models,
 )
+from rush.techniques.api.own_files import package_digests
 from rush.training.corpus import open_corpus
 from rush.version import __version__
 
@@ -60,6 +61,7 @@ def bench_models(
     workloads: Sequence[WorkloadSpec],
     folder: Path,
     *,
+    extra_techniques: Sequence[Path] = (),
     watch: Watch = lambda progress: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> ModelRecord:
@@ -69,7 +71,7 @@ def bench_models(
         for workload in workloads:
             open_corpus(workload.any_recipe, None, note)  # prepared before the clock runs
         plan = _plan(workloads[0], workloads[0].ours[0])
-        with open_bench(plan, folder) as bench:
+        with open_bench(plan, folder, extra_techniques) as bench:
             record = _start(folder, bench)
             total = sum(_num_trials(workload) for workload in workloads)
             done = 0
@@ -140,10 +142,11 @@ class Match:
             "timing": self.workload.measure.model_dump(include=set(TIMING)),
             "profile": number == 0,
             "parity": [],
-            "extra_techniques": [],
+            "extra_techniques": list(bench.extra_techniques),
             "options": dict(baseline.options),
         }
-        inputs = [spec, bench.machine.fingerprint(), __version__, number]
+        inputs: list[Any] = [spec, bench.machine.fingerprint(), __version__, number]
+        inputs += [*file_digests(bench.extra_techniques), *package_digests(baseline.recipe)]
         path = bench.trial_path(inputs, f"baseline-{number}")
         known = bench.stored(path)
         return known or bench.execute(spec, path, self.workload.measure.limit_s, baseline.recipe)

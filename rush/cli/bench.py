@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rush.cli.options import Device, Json
+from rush.cli.options import Device, ExtraTechniques, Json
 from rush.cli.output import note, print_json, print_table
 from rush.records.targets import target_word
 
@@ -172,6 +172,7 @@ def models(
     ] = None,
     out: Out = None,
     file: Annotated[Path | None, typer.Option(help="A TOML file with other workloads.")] = None,
+    technique: ExtraTechniques = None,
     json: Json = False,
 ) -> None:
     """Train our recipes and the baselines people use, with the same model, batch, text and loop, in alternating processes.
@@ -191,15 +192,21 @@ def models(
     from rush.bench.baselines import bench_models
     from rush.bench.workloads import FILE, load_workloads
     from rush.report.models import write_model_report
+    from rush.techniques.api.own_files import added
 
     given = words or []
     asked, overrides = [w for w in given if "=" not in w], [w for w in given if "=" in w]
     workloads = load_workloads(asked, overrides, file or FILE)
     folder = out or Path("runs") / "bench-models"
     notes: Callable[[str], None] = (lambda text: None) if json else note
-    with _progress(quiet=json) as show:
+    files = [file.expanduser().resolve() for file in technique or []]
+    with added(files), _progress(quiet=json) as show:
         record = bench_models(
-            workloads, folder, watch=lambda p: show(p.workload, p.doing, p.done, p.total), note=notes
+            workloads,
+            folder,
+            extra_techniques=files,
+            watch=lambda p: show(p.workload, p.doing, p.done, p.total),
+            note=notes,
         )
     write_model_report(folder, folder / "report.html")
     if json:

@@ -28,7 +28,8 @@ ExtraTechniques = Annotated[
     list[Path] | None,
     typer.Option(
         metavar="FILE",
-        help="A Python file that defines a technique for the recipe to use; its code is executed. May be repeated.",
+        help="A Python file that defines a technique for recipes to name. Its code is executed: give only files you trust. May "
+        "be repeated.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value on standard output.")]

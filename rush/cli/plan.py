@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rush.cli.options import Json, OptionalRecipe, Overrides
+from rush.cli.options import ExtraTechniques, Json, OptionalRecipe, Overrides
 from rush.cli.output import print_json, print_table
 from rush.cli.plan_view import show_plan
 from rush.errors import RecipeError
@@ -70,6 +70,7 @@ def plan(
         "results"
     ),
     html: Annotated[Path | None, typer.Option(help="Also write the plan as an HTML page.")] = None,
+    technique: ExtraTechniques = None,
     json: Json = False,
 ) -> None:
     """Predict whether a recipe fits, its step time and its cost, in seconds and without the device.
@@ -97,9 +98,10 @@ def plan(
     )
     budget = None if tokens is None else count(tokens)
     if check:
-        if recipe is not None:
+        if recipe is not None or technique:
+            found = repr(recipe) if recipe is not None else "--technique"
             raise RecipeError(
-                f"--check compares the planner with all records and takes no recipe; found {recipe!r}. Leave one of them out."
+                f"--check compares the planner with all records and takes no recipe; found {found}. Leave one of them out."
             )
         _check(results, json)
         return
@@ -107,12 +109,35 @@ def plan(
         raise RecipeError(
             "rush plan needs a recipe's name or file, or --check; `rush recipes` lists the names."
         )
+    from rush.techniques.api.own_files import added
+
+    with added(technique or []):
+        _plan(recipe, overrides or [], machine, devices, nodes, link, network, network_cards, search, beyond, best, budget, price, html, json)  # fmt: skip
+
+
+def _plan(
+    recipe: str,
+    overrides: list[str],
+    machine: str | None,
+    devices: int | None,
+    nodes: int | None,
+    link: str | None,
+    network: str | None,
+    network_cards: int | None,
+    search: bool,
+    beyond: bool,
+    best: int | None,
+    budget: float | None,
+    price: float | None,
+    html: Path | None,
+    json: bool,
+) -> None:
     from rush.api import plan_recipe
     from rush.plan.target import find_target
     from rush.recipe_io import load_recipe
 
-    chosen = load_recipe(recipe, overrides or [], auto=True)
-    if chosen.model.name != recipe and any(one.startswith("model.name") for one in overrides or []):
+    chosen = load_recipe(recipe, overrides, auto=True)
+    if chosen.model.name != recipe and any(one.startswith("model.name") for one in overrides):
         recipe = f"{chosen.model.name} as {recipe}"
     if search:
         limit_gb = chosen.run.memory_limit_gb

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rush.cli.options import Json, Overrides, complete_recipe
+from rush.cli.options import ExtraTechniques, Json, Overrides, complete_recipe
 from rush.cli.output import measuring_bar, note, print_json, print_table
 from rush.errors import MachineError
 
@@ -39,6 +39,7 @@ def probe(
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Measure again instead of reading the cache.")
     ] = False,
+    technique: ExtraTechniques = None,
     json: Json = False,
 ) -> None:
     """Show this machine's devices, links, versions and measured rates, and which techniques run on it.
@@ -57,12 +58,14 @@ def probe(
     from rush.hardware import datasheet_peaks, packages
     from rush.hardware import probe as probe_machine
     from rush.recipe_io import load_recipe
+    from rush.techniques.api.own_files import added
 
     if "=" in recipe:
         recipe, overrides = "tiny", [recipe, *(overrides or [])]
     chosen = load_recipe(recipe, overrides or [])
     machine = probe_machine(chosen.run.device)
-    verdicts = check_techniques(chosen, machine)
+    with added(technique or []):
+        verdicts = check_techniques(chosen, machine)
     found = _measure(machine, collectives, refresh)
     if json:
         report: dict[str, Any] = {
@@ -111,8 +114,7 @@ def check_techniques(recipe: Recipe, machine: Machine) -> list[dict[str, Any]]:
         others = present - {name}
         with_it = recipe if name in present else changed(recipe, {"techniques": [*recipe.techniques, name]})
         reasons = [need.message for need in technique.requires if not need.met(machine, with_it)]
-        clashes = {other for other in others if other in technique.conflicts}
-        clashes |= {other for other in others if name in registry()[other].conflicts}
+        clashes = others.intersection(technique.conflicts)
         reasons += [f"it conflicts with {other}, which the recipe uses" for other in sorted(clashes)]
         facts = {"name": name, "group": group_of(technique), "stage": technique.stage.name}
         rows.append({**facts, "runs": not reasons, "reasons": reasons})

@@ -85,6 +85,7 @@ def scale(
     from rush.lab.scaling.study import study
     from rush.lab.scaling.study_file import load_study
     from rush.report.scaling import write_scale_report
+    from rush.techniques.api.own_files import added
 
     plan = load_study(
         recipe,
@@ -96,11 +97,11 @@ def scale(
         group_of_one=group_of_one,
         links=links,
         launcher=launcher,
-        extra_techniques=tuple(str(path.resolve()) for path in technique or []),
+        extra_techniques=tuple(str(path.expanduser().resolve()) for path in technique or []),
     )
     folder = out or Path("runs") / f"scale-{plan.name}"
     notes: Any = (lambda text: None) if json else note
-    with resumable(folder), _watching(quiet=json) as watch:
+    with added(technique or []), resumable(folder), _watching(quiet=json) as watch:
         record = study(plan, folder, watch=watch, note=notes)
     write_scale_report(folder, folder / "report.html")
     if json:

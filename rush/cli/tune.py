@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rush.cli.ladder import minutes, resumable
-from rush.cli.options import Json, Overrides, RecipeName, complete_recipe
+from rush.cli.options import ExtraTechniques, Json, Overrides, RecipeName, complete_recipe
 from rush.cli.output import note, print_json
 from rush.ready import short_name
 from rush.records.gains import judge
@@ -72,6 +73,7 @@ def tune(
             autocompletion=complete_recipe,
         ),
     ] = None,
+    technique: ExtraTechniques = None,
     json: Json = False,
 ) -> None:
     """Search for the fastest recipe on this machine that still learns the same, prove it, and write it to a file.
@@ -111,6 +113,7 @@ def tune(
             price=price,
             keep_speed=keep_speed,
             beside=beside or [],
+            techniques=technique or [],
             out=folder,
             watch=watch,
             note=(lambda text: None) if json else note,
@@ -125,7 +128,9 @@ def tune(
             "Search again when it is idle, with another --out."
         )
     typer.echo(f"Recipe: {folder / 'recipe.toml'}\nReport: {folder / 'report.html'}")
-    typer.echo(f"Train it with: rush train {folder / 'recipe.toml'}")
+    words = ["rush", "train", str(folder / "recipe.toml")]
+    words += [word for file in technique or [] for word in ("--technique", str(file))]
+    typer.echo(f"Train it with: {shlex.join(words)}")
 
 
 def summary(record: TuneRecord) -> str:

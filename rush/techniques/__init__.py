@@ -1,6 +1,7 @@
 """The techniques: one file each. This module registers them and checks a recipe against them.
 
-A new technique is a new file that defines `technique`; nothing else needs its name.
+A new technique is a new file that defines `technique`; nothing else needs its name. Further ones come from installed packages
+(`rush/techniques/api/plugins.py`) and from files that a command names (`rush/techniques/api/own_files.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from rush.hardware import Machine
 from rush.parallel import AXES, DATA_AXES
 from rush.recipe import Knob, Recipe
 from rush.techniques.api.contract import Build, Claim, Parity, Pass, Requirement, Stage, Technique, Use
+from rush.techniques.api.known import KnownTechniques
 
 __all__ = [
     "Build",
@@ -38,15 +40,15 @@ __all__ = [
 
 
 @cache
-def registry() -> Mapping[str, Technique]:
+def registry() -> KnownTechniques:
     """Every technique by name."""
-    found: dict[str, Technique] = {}
+    found: list[Technique] = []
     for module in pkgutil.walk_packages(__path__, f"{__name__}."):
         technique = getattr(import_module(module.name), "technique", None)
         if isinstance(technique, Technique):
             assert module.name.endswith(f".{technique.name}"), f"{module.name} defines {technique.name}"
-            found[technique.name] = technique
-    return dict(sorted(found.items()))
+            found.append(technique)
+    return KnownTechniques(found)
 
 
 def group_of(technique: Technique) -> str:
@@ -103,6 +105,7 @@ def conflict_reason(one: Technique, other: Technique) -> str:
 def resolve_uses(recipe: Recipe) -> list[Use]:
     """The techniques that a recipe names and those that its layout enables, with their knobs, in the order of the build."""
     named = dict(recipe.technique_uses())
+    registry().report_taken_names(named)
     layout = {axis: named.get(axis, {}) for axis in _used_axes(recipe) if axis in registry()}
     return in_order(_resolve(name, knobs) for name, knobs in {**named, **layout}.items())
 
@@ -116,7 +119,10 @@ def add_axes(uses: Sequence[Use], axes: Iterable[str]) -> list[Use]:
 
 def _resolve(name: str, given: Mapping[str, Knob]) -> Use:
     if name not in registry():
-        raise RecipeError(f"techniques names {name!r}, which does not exist; {nearest(name, registry())}")
+        raise RecipeError(
+            f"techniques names {name!r}, which does not exist; {nearest(name, registry())} One of your own: give its file with "
+            "--technique FILE (the file is executed), or install its package."
+        )
     technique = registry()[name]
     knobs = {key: knob.default for key, knob in technique.knobs.items()}
     for key, value in given.items():

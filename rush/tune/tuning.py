@@ -43,6 +43,7 @@ def tune(
     request: Request,
     folder: Path,
     *,
+    extra_techniques: Sequence[Path] = (),
     watch: Watch = lambda record, doing: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> TuneRecord:
@@ -56,7 +57,7 @@ def tune(
             # Another search is refused before anything starts.
             _earlier(replace(request, recipe=asked), folder)
         plan = trial_plan(asked, TuneSettings(asked.step_tokens), RANK)
-        with open_bench(plan, folder, every_dtype=True) as bench:
+        with open_bench(plan, folder, extra_techniques, every_dtype=True) as bench:
             assert bench.ceilings is not None
             planner = Planner(target_here(bench.machine, bench.ceilings))
             settled_request = replace(request, recipe=with_chosen_micro(asked, planner.target))

@@ -30,6 +30,7 @@ def test_the_ready_ladders_are_there_and_tiny_has_eight_rungs() -> None:
     assert len(load_ladder("tiny").additions) >= 8
 
 
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "techniques"
 SEVERAL_RANKS = set(AXES)
 FINE_TUNING = {"bucket", "flatten", "int8_base", "lora", "pack_best_fit", "pack_concat", "pad", "qlora"}
 
@@ -43,7 +44,9 @@ def test_the_two_large_ladders_of_a_model_try_every_technique_of_pretraining(nam
     plans = [load_ladder(name), load_ladder(f"{name}-kernels")]
     started = {used for plan in plans for used, _ in plan.base.technique_uses()}
     tried = {addition.technique_name for plan in plans for addition in plan.additions}
-    assert set(registry()) - tried - started == FINE_TUNING | SEVERAL_RANKS | UNSEEN | ON_CPU
+    # A new technique may be tried before it is in a ladder; with its page it is part of the book.
+    described = {page.stem for page in PAGES.glob("*.md")} - {"README"}
+    assert described - tried - started == FINE_TUNING | SEVERAL_RANKS | UNSEEN | ON_CPU
 
 
 def test_the_ladders_of_fine_tuning_try_what_is_for_fine_tuning() -> None:

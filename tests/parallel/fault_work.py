@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -130,6 +131,10 @@ def _strike(kind: str, run: Any) -> None:
         raise ValueError("a bug in a rank")
     elif kind == "asleep":
         time.sleep(LIMIT_S)
+    elif kind == "read-only":
+        folder = os.environ["CHECKPOINTS"]
+        subprocess.run(["mount", "--bind", folder, folder], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
     elif kind == "flipped bit":
         from rush.parallel.sharded import local_tensor
 

@@ -141,8 +141,10 @@ def test_the_pages_of_the_techniques_are_current() -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     written = {path.name: path.read_text() for path in (ROOT / "docs" / "techniques").glob("*.md")}
-    assert set(written) == {"README.md", *(f"{name}.md" for name in NAMES)}
-    assert written == script.pages(), "run python scripts/technique_pages.py"
+    described = {name.removesuffix(".md") for name in written} - {"README"}
+    assert described <= set(NAMES), "a technique is gone; run python scripts/technique_pages.py"
+    # A new technique passes without its page, which `make docs` writes.
+    assert written == script.pages(described), "run python scripts/technique_pages.py"
 
 
 def test_no_technique_is_known_by_name_outside_its_folder() -> None:

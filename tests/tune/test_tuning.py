@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -77,16 +76,13 @@ def test_a_recipe_that_cannot_validate_is_passed_over_for_what_can(
     small_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With real processes and a planted technique that only a validation breaks."""
-    from rush.lab.trial.runner import open_bench
     from rush.techniques.api.own_files import added
-    from rush.tune import tuning
 
-    monkeypatch.setattr(tuning, "open_bench", partial(open_bench, extra_techniques=[BREAKS]))
     with added([BREAKS]):
         techniques = 'techniques=[{name="breaks", kind="validate"}]'
         recipe = load_recipe(str(small_recipe), [techniques])
         asked = Request("small", recipe, Goal(), frozenset({Parity.EXACT}), 90.0)
-        record = tune(asked, tmp_path)
+        record = tune(asked, tmp_path, extra_techniques=[BREAKS])
         found = load_recipe(str(tmp_path / "recipe.toml"))
     assert not [name for name, _ in found.technique_uses() if name == "breaks"]
     winner = record["winner"]

@@ -16,6 +16,7 @@ from rush.lab.trial.starter import Starter
 from rush.lab.trial.trial import Outcome, execute
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
+from rush.techniques.api.own_files import package_digests
 from rush.version import __version__
 
 PRELOADED = (
@@ -118,7 +119,7 @@ class RankBench(TrialFolder):
             "environment": dict(environment),
             "launcher": self.plan.launcher,
             "version": __version__,
-            "extra": file_digests(self.plan.extra_techniques),
+            "extra": [*file_digests(self.plan.extra_techniques), *package_digests(recipe)],
         }
         return self.trial_path(inputs, kind)
 

@@ -29,6 +29,7 @@ from rush.lab.trial.trial import Outcome, execute
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
 from rush.records.life import LifeRecord
+from rush.techniques.api.own_files import package_digests
 from rush.version import __version__
 
 CURVE, CURVE_S = "curve", 10.0
@@ -274,7 +275,7 @@ class Bench(TrialFolder):
             "recipe": canonical(content),
             "machine": self.machine.fingerprint(),
             "version": __version__,
-            "extra": file_digests(self.extra_techniques),
+            "extra": [*file_digests(self.extra_techniques), *package_digests(recipe)],
             **how,
         }
         return digest_of(inputs)

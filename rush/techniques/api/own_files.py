@@ -1,8 +1,8 @@
 """Techniques of the user's own: `--technique FILE` registers the `technique` that FILE defines.
 
 The file is Python and its code is executed, because the command line names it, never because a run folder
-does: the folder only records which files its run used (`techniques.json`: path and SHA-256). So a resume can
-report a missing file, or one that changed.
+does: the folder only records which files its run used (`techniques.json`: file and SHA-256), and which packages
+(name and version). So a resume can report a missing file or package, or one that changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import cast
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -26,6 +25,7 @@ from rush.recipe import Recipe
 from rush.records.run_folder import RunFolder
 from rush.records.typed import wrong_field
 from rush.techniques import registry
+from rush.techniques.api import plugins
 from rush.techniques.api.contract import Technique
 
 
@@ -34,7 +34,12 @@ class _RememberedFile(TypedDict):
     sha256: str
 
 
-_TOLD = TypeAdapter(dict[str, _RememberedFile])
+class _RememberedPackage(TypedDict):
+    package: str
+    version: str
+
+
+_TOLD = TypeAdapter(dict[str, _RememberedFile | _RememberedPackage])
 _GIVEN: dict[str, Path] = {}
 """Techniques from files, with their files; per process, as the registry."""
 WANTED = "--technique takes a Python file that defines `technique`, a rush.techniques.Technique"
@@ -53,16 +58,16 @@ def add_technique(path: Path) -> None:
 @contextmanager
 def added(files: Sequence[Path]) -> Iterator[None]:
     """Register the techniques of these files for the duration of the block."""
-    known = cast(dict[str, Technique], registry())
-    before, given_before = dict(known), dict(_GIVEN)
-    try:
-        for file in dict.fromkeys(file.expanduser().resolve() for file in files):
-            _register(_checked(file), file)
-        yield
-    finally:
-        for now, then in ((known, before), (_GIVEN, given_before)):
-            now.clear()
-            now.update(then)  # type: ignore[arg-type]
+    before = dict(_GIVEN)
+    with registry().restored():
+        try:
+            for file in dict.fromkeys(file.expanduser().resolve() for file in files):
+                if file not in _GIVEN.values():
+                    _register(_checked(file), file)
+            yield
+        finally:
+            _GIVEN.clear()
+            _GIVEN.update(before)
 
 
 def _execute(file: Path) -> ModuleType:
@@ -77,7 +82,7 @@ def _execute(file: Path) -> ModuleType:
 
 
 def _register(technique: Technique, file: Path) -> None:
-    cast(dict[str, Technique], registry())[technique.name] = technique
+    registry()[technique.name] = technique
     _GIVEN[technique.name] = file
 
 
@@ -104,30 +109,48 @@ def _checked(file: Path) -> Technique:
     if not isinstance(found, Technique):
         raise RecipeError(f"`technique` in {file} is a {type(found).__name__}; {WANTED}.")
     if found.name in registry():
-        other = given().get(found.name)
-        whose = f"so does {other}" if other else "rush has one of that name"
-        raise RecipeError(f"{file} defines the technique {found.name!r}, and {whose}; give it another name.")
+        raise RecipeError(
+            f"{file} defines the technique {found.name!r}, and {_owner(found.name)}; give it another name."
+        )
     return found
 
 
+def _owner(name: str) -> str:
+    if name in given():
+        return f"so does {given()[name]}"
+    if registry().from_package(name):
+        return f"so does the package {plugins.offered()[name].package}"
+    return "rush has one of that name"
+
+
+def package_digests(recipe: Recipe) -> list[str]:
+    """Versions and digests of the packages that the recipe's techniques come from, for names of trials."""
+    return plugins.digests(name for name in _used(recipe) if registry().from_package(name))
+
+
 def digests(recipe: Recipe) -> str:
-    """Digests of the recipe's technique files, which must be equal on all ranks."""
-    used = [name for name, _ in recipe.technique_uses() if name in given()]
-    return "".join(f", technique {name} {sha256_file(given()[name])[:12]}" for name in used)
+    """Digests of the files and packages of the recipe's techniques, which must be equal on all ranks."""
+    files = [f"{name} {sha256_file(given()[name])[:12]}" for name in _used(recipe) if name in given()]
+    return "".join(f", technique {one}" for one in [*files, *package_digests(recipe)])
 
 
 def remember(folder: RunFolder, recipe: Recipe) -> None:
-    """Record the files of the recipe's techniques in the run folder."""
-    files = {name: given()[name] for name, _ in recipe.technique_uses() if name in given()}
-    if files:
-        told = {name: {"file": str(file), "sha256": sha256_file(file)} for name, file in files.items()}
+    """Record the files and packages of the recipe's techniques in the run folder."""
+    told: dict[str, dict[str, str]] = {}
+    for name in _used(recipe):
+        if name in given():
+            told[name] = {"file": _shown(given()[name]), "sha256": sha256_file(given()[name])}
+        elif registry().from_package(name):
+            plugin = plugins.offered()[name]
+            told[name] = {"package": plugin.package_name, "version": plugin.version}
+    if told:
         write_json_atomic(folder.techniques, told)
 
 
 def check_remembered(
     folder: RunFolder, recipe: Recipe, note: Callable[[str], None] = lambda text: None
 ) -> None:
-    """Refuse to resume without a file that the run used; report a file that changed."""
+    """Refuse to resume without a file or package that the run used; report one that changed."""
     if not os.path.isfile(folder.techniques):
         return
     try:
@@ -137,13 +160,35 @@ def check_remembered(
             f"{folder.techniques} does not list the technique files of this run ({wrong_field(error)}); restore it, or remove it and "
             "give the files with --technique."
         ) from None
-    for name, _ in recipe.technique_uses():
-        if name in told and name not in registry():
+    for name, before in ((name, told[name]) for name in _used(recipe) if name in told):
+        if name not in registry():
+            if "package" in before:
+                raise RecipeError(
+                    f"techniques names {name!r}, which is none here: the run was started with the package {before['package']} "
+                    f"{before['version']}. Install it again."
+                )
             raise RecipeError(
                 f"techniques names {name!r}, which is none here: the run was started with --technique "
-                f"{told[name]['file']}. Give that file again with --technique."
+                f"{before['file']}. Give that file again with --technique."
             )
-        if name in told and name in given() and sha256_file(given()[name]) != told[name]["sha256"]:
+        if "file" in before and name in given() and sha256_file(given()[name]) != before["sha256"]:
             note(
                 f"{given()[name]} (technique {name}) changed since the run was started; the run continues with it."
             )
+        if "package" in before and registry().from_package(name):
+            now = plugins.offered()[name]
+            if (now.package_name, now.version) != (before["package"], before["version"]):
+                note(
+                    f"technique {name} now comes from {now.package}, and the run was started with {before['package']} "
+                    f"{before['version']}; the run continues with {now.package}."
+                )
+
+
+def _used(recipe: Recipe) -> list[str]:
+    return [name for name, _ in recipe.technique_uses()]
+
+
+def _shown(file: Path) -> str:
+    """A file as the run folder records it, which may be shared: relative to the working folder, or its name alone."""
+    here = Path.cwd()
+    return str(file.relative_to(here)) if file.is_relative_to(here) else file.name

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,4 +73,4 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=evidence,
 )
-cast(dict[str, Technique], registry())[technique.name] = technique
+registry()[technique.name] = technique

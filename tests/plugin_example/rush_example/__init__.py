@@ -1,0 +1,1 @@
+"""Techniques for Optimization Rush, published as a package of their own."""
