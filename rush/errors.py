@@ -62,6 +62,10 @@ class MachineError(RushError):
     exit_code = 4
 
 
+class CannotWrite(MachineError):
+    """A file could not be written: the disk is full or read-only, or forbids it."""
+
+
 class RankLost(MachineError):
     """Another rank was killed, stopped or disconnected; the run can restart from its checkpoint.
 

@@ -22,14 +22,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rush.errors import MachineError
+from rush.errors import CannotWrite
 
 _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
     errno.EFBIG: "the file is larger than the file size limit allows",
 }
-_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FORBIDDEN = (errno.EACCES, errno.EPERM)
 _TEMPORARY = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.tmp")
 
 
@@ -49,9 +49,11 @@ def writing(path: Path, what: str = "", advice: str = "") -> Iterator[None]:
         usual = ""
         if error.errno in _FULL:
             reason, usual = f"{_FULL[error.errno]} ({reason})", "Free space or choose another folder."
+        elif error.errno == errno.EROFS:
+            reason, usual = f"the disk is read-only ({reason})", "Make it writable or choose another folder."
         elif error.errno in _FORBIDDEN:
             reason, usual = f"no permission ({reason})", "Choose a folder you may write to."
-        raise MachineError(f"Cannot write {what}{path}: {reason}. {advice or usual}".rstrip()) from error
+        raise CannotWrite(f"Cannot write {what}{path}: {reason}. {advice or usual}".rstrip()) from error
 
 
 def temporary_name(path: Path) -> Path:
@@ -147,6 +149,14 @@ def cache_folder() -> Path:
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "rush"
+
+
+def shareable(text: str) -> str:
+    """A message as it is recorded in files that people share: the working folder is left out, the home folder is `~`."""
+    for folder, short in ((Path.cwd(), ""), (Path.home(), f"~{os.sep}")):
+        if folder != Path(folder.anchor):
+            text = text.replace(f"{folder}{os.sep}", short)
+    return text
 
 
 def timestamp() -> str:

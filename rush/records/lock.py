@@ -3,13 +3,14 @@
 A file that merely exists is a poor lock: after a kill -9 it stays behind and someone must decide
 whether to delete it. `flock` is held by the open file instead, so the kernel releases it the moment
 the process is gone, however it went. The text inside (process, host, time) is only for the message
-to whoever comes second. A forked child would inherit the open file and keep the lock alive beyond
+to whoever comes second; a release empties the file, because folders are shared. A forked child would inherit the open file and keep the lock alive beyond
 its parent, so children drop it after the fork. The file itself is never deleted: deleting a lock file that
 another process is just opening is the classic way to let two in.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -61,6 +62,12 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock. Releasing twice is harmless."""
         if self._descriptor is not None:
+            with contextlib.suppress(OSError):  # the disk may be read-only by now
+                os.ftruncate(self._descriptor, 0)
+        self._close()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -75,7 +82,7 @@ def _drop(reference: weakref.ReferenceType[FolderLock]) -> None:
     lock = reference()
     if lock is not None:
         # Closing the child's copy does not unlock: the parent's own copy still holds the lock.
-        lock.release()
+        lock._close()
 
 
 def _holder() -> bytes:

@@ -105,7 +105,6 @@ def conflict_reason(one: Technique, other: Technique) -> str:
 def resolve_uses(recipe: Recipe) -> list[Use]:
     """The techniques that a recipe names and those that its layout enables, with their knobs, in the order of the build."""
     named = dict(recipe.technique_uses())
-    registry().report_taken_names(named)
     layout = {axis: named.get(axis, {}) for axis in _used_axes(recipe) if axis in registry()}
     return in_order(_resolve(name, knobs) for name, knobs in {**named, **layout}.items())
 

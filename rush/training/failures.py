@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from rush.errors import Outage, OwnFault, RunFailed, RushError
+from rush.errors import CannotWrite, Outage, OwnFault, RunFailed, RushError
 from rush.files import append_log, write_json_atomic
 from rush.hardware import Machine, fragmentation_hint, out_of_memory
 from rush.parallel import AXES, Ranks, started_rank
@@ -93,12 +93,26 @@ def reporting_failures(status: RunStatus) -> Iterator[None]:
     """Turn any error of the block that is not a `RushError` into one."""
     try:
         yield
+    except CannotWrite as error:
+        if status.ranks.watchdog is not None:
+            status.ranks.watchdog.claim_report()
+        raise _cannot_write(error, status) from error
     except RushError:
         raise
     except (Exception, SystemExit) as error:
         if status.ranks.watchdog is not None:
             status.ranks.watchdog.claim_report()
         raise failure_message(error, status) from error
+
+
+def _cannot_write(error: CannotWrite, status: RunStatus) -> CannotWrite:
+    """Which rank could not write (disks may be of different nodes), and how to resume once it can."""
+    notes = getattr(error, "__notes__", ())
+    whose = "" if status.ranks.alone or FROM_RANK_0 in notes else f"rank {status.ranks.rank}: "
+    failed = CannotWrite(f"{whose}{error} {_how_to_resume(status)}".rstrip())
+    for note in notes:
+        failed.add_note(note)
+    return failed
 
 
 def failure_message(error: BaseException, status: RunStatus) -> RushError:

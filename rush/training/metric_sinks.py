@@ -7,11 +7,13 @@ here reads or stores them.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from rush.errors import MachineError
+from rush.files import writing
 from rush.recipe import Recipe
 
 
@@ -21,24 +23,43 @@ class MetricSink(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run folder; rows after the resumed step are purged."""
+    """Event files in the run folder; rows after the resumed step are purged.
+
+    Written with tensorboard's own record format. torch's SummaryWriter would put the host's name into the name of the file, and
+    run folders are shared.
+    """
 
     def __init__(self, folder: Path, first_step: int) -> None:
         try:
-            from torch.utils.tensorboard.writer import SummaryWriter
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError:
             raise MachineError(
                 "run.tensorboard is on but the package tensorboard is not installed; install it or set "
                 "run.tensorboard=false."
             ) from None
-        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"events.out.tfevents.{time.time_ns()}.rush.{os.getpid()}"
+        with writing(self._path):
+            self._file = open(self._path, "xb")  # noqa: SIM115 (closed by `close`)
+        self._records, self._event, self._summary = RecordWriter(self._file), Event, Summary
+        self._add(step=first_step, file_version="brain.Event:2")
+        self._add(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+            one = self._summary.Value(tag=name, simple_value=value)
+            self._add(step=step, summary=self._summary(value=[one]))
+
+    def _add(self, **content: Any) -> None:
+        with writing(self._path):
+            self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
+            self._file.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        with writing(self._path):
+            self._file.close()
 
 
 class WeightsAndBiases:

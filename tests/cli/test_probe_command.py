@@ -25,6 +25,7 @@ from rush.hardware.machine import Device, Link
 from rush.hardware.samples import Sample
 from rush.recipe_io import load_recipe
 from rush.techniques import registry
+from rush.techniques.api.known import KnownTechniques
 
 H200 = Device("NVIDIA H200", 141 * 2**30, (9, 0), 132, 18)
 
@@ -154,11 +155,13 @@ def test_reasons_follow_the_recipe_as_well_as_the_machine() -> None:
 
 def test_a_conflict_counts_whichever_of_the_two_declares_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = registry()["compile"]
-    known = {
-        "compile": plain,
-        "first": replace(plain, name="first", conflicts=("compile",)),
-        "second": replace(plain, name="second"),
-    }
+    known = KnownTechniques(
+        [
+            plain,
+            replace(plain, name="first", conflicts=("compile",)),
+            replace(plain, name="second", conflicts=()),
+        ]
+    )
     monkeypatch.setattr("rush.techniques.registry", lambda: known)
     recipe = load_recipe("tiny", ["techniques=['compile']"])
     judged = rows(command.check_techniques(recipe, probe("cpu")))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,10 +132,20 @@ def _strike(kind: str, run: Any) -> None:
         raise ValueError("a bug in a rank")
     elif kind == "asleep":
         time.sleep(LIMIT_S)
+    elif kind == "full":
+        with (
+            suppress(OSError),
+            open(Path(os.environ["CHECKPOINTS"]).parent.parent / "filler", "ab", 0) as filler,
+        ):
+            while True:
+                filler.write(bytes(512))
     elif kind == "read-only":
         folder = os.environ["CHECKPOINTS"]
         subprocess.run(["mount", "--bind", folder, folder], check=True)
-        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+        while subprocess.run(
+            ["mount", "-o", "remount,bind,ro", folder], capture_output=True, check=False
+        ).returncode:
+            time.sleep(0.01)  # a save is writing there
     elif kind == "flipped bit":
         from rush.parallel.sharded import local_tensor
 

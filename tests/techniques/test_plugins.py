@@ -164,7 +164,7 @@ def test_a_name_of_ours_is_refused_with_a_sentence_and_ours_is_used(
     installed(name="taker", version="2.0", entries={"compile": "rush_example.foreach_adamw:technique"})
     assert check(recipe_of("compile"), probe("cpu"))[0].technique.apply is before.apply
     assert registry()["compile"].apply is before.apply
-    list(registry())
+    dict(registry())
     said = capsys.readouterr().err
     assert said.count("\n") == 1, said
     assert "the package taker 2.0 offers a technique 'compile', which rush has itself" in said

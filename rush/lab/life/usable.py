@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rush.errors import Diverged, RecipeError
+from rush.files import shareable
 from rush.lab.life.life import UNDISTURBED, LifeResult, Lives, PartResult, short
 from rush.lab.trial.starter import Starter
 from rush.lab.trial.trial import compiler_caches
@@ -107,7 +108,7 @@ def judged(life: LifeResult) -> tuple[str, str | None]:
     part = next((part for part in life.parts if part.problem), None)
     if part is None:
         return "ok", None
-    problem = str(part.problem)
+    problem = shareable(str(part.problem))
     if part.code == -signal.SIGKILL:
         killed = (
             "the process was killed from outside (SIGKILL)" if problem.startswith("exit code") else problem
@@ -129,5 +130,5 @@ def _what(part: PartResult) -> str:
 
 def _message(part: PartResult) -> str:
     """The message of the command, without the path of the log, which is gone."""
-    message = re.sub(r"^exit code [^:]*: error: ", "", str(part.problem))
+    message = re.sub(r"^exit code [^:]*: error: ", "", shareable(str(part.problem)))
     return message.split(" The full log is")[0].rstrip(".") + "."

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rush.files import write_json_atomic
+from rush.files import shareable, write_json_atomic
 from rush.lab.trial.found import TrialFound
 from rush.lab.trial.starter import Starter
 
@@ -68,7 +68,9 @@ def execute(
     code = starter.run(spec_file, result_file, log_file, extra, limit_s)
     wall_s = time.monotonic() - began
     found: TrialFound = json.loads(result_file.read_text()) if result_file.exists() else {}
-    status, reason = _judge(found, code, limit_s, _tail(log_file))
+    if said := found.get("reason"):
+        found["reason"] = shareable(said)
+    status, reason = _judge(found, code, limit_s, shareable(_tail(log_file)))
     shutil.rmtree(workspace)
     return Outcome(status, reason, found, wall_s)
 

@@ -16,7 +16,7 @@ from rush.techniques.api.plugins import offered, report
 
 
 class KnownTechniques(MutableMapping[str, Technique]):
-    """A mapping that imports techniques of packages on demand and keeps conflicts mutual."""
+    """A mapping that imports techniques of packages on demand and keeps conflicts mutual. A name of ours stays ours."""
 
     def __init__(self, ours: Iterable[Technique]) -> None:
         self._known: dict[str, Technique] = {}
@@ -40,6 +40,11 @@ class KnownTechniques(MutableMapping[str, Technique]):
     def __getitem__(self, name: str) -> Technique:
         if name not in self._known:
             self[name] = offered()[name].load()
+        elif name in self._ours and name in offered():
+            report(
+                f"the package {offered()[name].package} offers a technique {name!r}, which rush has itself; the package's is "
+                "refused. It needs another name."
+            )
         return self._known[name]
 
     def __contains__(self, name: object) -> bool:
@@ -50,8 +55,7 @@ class KnownTechniques(MutableMapping[str, Technique]):
         del self._known[name]
 
     def __iter__(self) -> Iterator[str]:
-        """All names that can be used. A package that cannot be imported, or offers a name of ours, is reported and left out."""
-        self.report_taken_names(offered())
+        """All names that can be used. A package that cannot be imported is reported and left out."""
         for name, plugin in offered().items():
             if name not in self._known and name not in self._unusable:
                 try:
@@ -67,15 +71,6 @@ class KnownTechniques(MutableMapping[str, Technique]):
     def ours(self) -> dict[str, Technique]:
         """The techniques of this package by name; imports nothing."""
         return {name: self._known[name] for name in sorted(self._ours)}
-
-    def report_taken_names(self, names: Iterable[str]) -> None:
-        """Report packages that offer one of these names although it is ours; ours is used."""
-        for name in names:
-            if name in self._ours and name in offered():
-                report(
-                    f"the package {offered()[name].package} offers a technique {name!r}, which rush has itself; the package's "
-                    "is refused. It needs another name."
-                )
 
     def from_package(self, name: str) -> bool:
         """Whether a recipe that names this technique means that of an installed package."""
