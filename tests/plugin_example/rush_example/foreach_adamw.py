@@ -1,9 +1,8 @@
 """AdamW over lists of tensors: one launch updates many parameters at once.
 
-The plain update launches a dozen elementwise kernels for every tensor, and a small model spends longer on launching them than
-on computing. torch's `foreach` update runs each of these operations over all tensors in a few launches. It wins where tensors
-are many and small. It loses to `fused_adamw`, which also reads and writes every value only once, and it needs memory for the
-intermediate results of all tensors at the same time.
+The plain update launches a dozen elementwise kernels for every tensor, and a small model spends longer on launching
+them than on computing. torch's `foreach` update runs each of these operations over all tensors in a few launches. It
+wins where tensors are many and small. It loses to `fused_adamw`, which also reads and writes every value only once.
 """
 
 from __future__ import annotations
