@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import final
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -29,11 +30,13 @@ from rush.techniques.api import plugins
 from rush.techniques.api.contract import Technique
 
 
+@final
 class _RememberedFile(TypedDict):
     file: str
     sha256: str
 
 
+@final
 class _RememberedPackage(TypedDict):
     package: str
     version: str
