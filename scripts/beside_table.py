@@ -7,7 +7,7 @@ machine on which each can run. Where its defaults are refused, the values of a k
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -32,11 +32,11 @@ ON_CPU = ("cpu_attention", "fp16_matmul")
 COMPANIONS = ((), ("amp_bf16",), ("pure_bf16",), ("amp_bf16", "flash_attention"))
 
 
-def table() -> str:
+def table(names: Collection[str] | None = None) -> str:
     """The text between the marks: techniques that do not stand beside every axis just as they are."""
     rows, fine, reasons = [], [], {}
     for name, technique in registry().ours().items():
-        if name in (*AXES, *ON_CPU):
+        if name in (*AXES, *ON_CPU) or (names is not None and name not in names):
             continue
         cells = [beside(technique, axis) for axis in ORDER]
         if set(cells) == {"yes"}:
@@ -118,11 +118,11 @@ def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def written(page: str) -> str:
-    """The page with the table between its marks."""
+def written(page: str, names: Collection[str] | None = None) -> str:
+    """The page with the table between its marks, of all techniques or of these."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{table(names)}\n\n{END}{after}"
 
 
 def main() -> None:
