@@ -65,7 +65,7 @@ def test_it_takes_effect_and_learns_what_plain_learns(name: str, techniques: tup
             assert proof.took_effect, f"{technique}: {proof.what}"
     assert "emulated on a CPU" in prove(run.uses, ours.seen)["fp8"].what
     reference = trace(make_run(name=name, overrides=SMALL), 4)
-    verdict = compare(run, "float32", ours, reference)
+    verdict = compare(run, "float8", ours, reference)
     assert verdict.verdict == "equal", verdict.why
     assert ours.losses != reference.losses, "nothing was rounded"
 

@@ -54,7 +54,7 @@ def test_gpt2_s_widest_biases_get_their_gradients_on_the_way() -> None:
 
 def test_bias_gradients_work_with_mixed_precision_and_fp8_matmuls() -> None:
     assert_equal_and_proved("fused_bias", "amp_bf16", name="tiny", dtype="bfloat16")
-    assert_equal_and_proved("fused_bias", "fp8", name="tiny", dtype="bfloat16")  # coarser than bf16
+    assert_equal_and_proved("fused_bias", "fp8", name="tiny", dtype="float8")
 
 
 def test_gpt2_has_nothing_to_rotate() -> None:

@@ -52,7 +52,7 @@ SIXTEEN_BITS = {
     "pure_bf16": "bfloat16",
 }
 # Weights and activations stay fp32; factors are rounded on their way into a product.
-FACTORS = {"fp16_matmul": "float16"}
+FACTORS = {"fp16_matmul": "float16", "fp8": "float8"}
 KNOBS = {
     "chunked_loss": "{name='chunked_loss', chunk_tokens=64}",
     "compile": "{name='compile', scope='block'}",

@@ -280,7 +280,7 @@ def judged(ours: TraceFound | None, one: TraceFound | None, why: str | None) -> 
             **empty,
             "why": reason,
         }
-    allowed = SAME[ours["dtype"]]
+    allowed = SAME.get(ours["dtype"], SAME["bfloat16"])  # fp8
     off = [
         (_apart(mine, theirs), limit, f"the {what} of step {step}")
         for what, found, expected, limit in (

@@ -45,7 +45,7 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
     matmul = partial(fp8_linear, recipe=recipe, **options)
     # MFU is relative to the fp8 peak, although LM head and attention stay at 16 bits.
     if _takes_blocks(knobs):
-        build.facts.rate_dtype = "float8"
+        build.facts.rate_dtype = build.facts.operand_dtype = "float8"
     for role, layers in build.model.linears().items():
         for name, plain in layers if role != "head" and _takes_blocks(knobs) else []:
             parent, _, own = name.rpartition(".")
