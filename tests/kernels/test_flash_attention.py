@@ -463,7 +463,7 @@ def test_what_it_does_not_support_it_refuses(
     ("documents", "sentence"),
     [
         (torch.zeros(1, 7, dtype=torch.int64), "found shape \\(1, 7\\)"),
-        (torch.zeros(1, 8), "whole numbers"),
+        (torch.zeros(1, 8), "as integers"),
         (torch.zeros(1, dtype=torch.int64), "cumulative lengths"),
     ],
 )

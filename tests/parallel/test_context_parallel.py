@@ -12,6 +12,7 @@ from rush.data import Batch
 from rush.data.batch import IGNORED
 from rush.errors import RecipeError
 from rush.hardware import probe
+from rush.models import SIZES, build_model
 from rush.models.layers import PlainAttention
 from rush.parallel.context_parallel import ChunkDocuments, SequenceSplit
 from rush.parallel.ring_attention import RingBlocks
@@ -145,7 +146,7 @@ def test_a_rank_takes_its_tokens_labels_and_positions_and_counts_its_own() -> No
     tokens = torch.arange(20).view(2, 10)
     labels = torch.where(tokens % 3 == 0, tokens + 1, IGNORED)
     batch = Batch(tokens, labels, padding=3)
-    sharded_dims = [BatchShard(SequenceSplit(2, rank)) for rank in (0, 1)]
+    sharded_dims = [BatchShard(SequenceSplit(2, rank), build_model(SIZES["tiny"])) for rank in (0, 1)]
     parts = [cut(batch) for cut in sharded_dims]
     # Ten positions are filled up to twelve: chunks of three, of which rank 0 has the first and the last.
     assert parts[0].tokens_bt[0].tolist() == [0, 1, 2, 9, 0, 0]

@@ -130,7 +130,7 @@ def test_the_batch_curve_goes_through_its_medians_and_marks_what_did_not_run() -
 
 
 def _parity(losses: tuple[float | None, ...], reference: tuple[float | None, ...]) -> ParityView:
-    return ParityView("equal", None, None, None, None, losses, reference, (), (), None, None, None)
+    return ParityView("equal", losses=losses, reference_losses=reference)
 
 
 def _points(d: str) -> list[tuple[float, float]]:

@@ -253,7 +253,7 @@ def test_the_evidence_fails_where_layers_run_one_by_one_after_all(part: str) -> 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_in_fp8_a_group_is_one_scaled_matmul(recipe: str) -> None:
-    _, ours = assert_equal_and_proved(f"{{name='fp8', recipe='{recipe}'}}")
+    _, ours = assert_equal_and_proved(f"{{name='fp8', recipe='{recipe}'}}", dtype="float8")
     assert ours.seen is not None
     # qkv, out, gate and up, down: forward and both gradients.
     assert ours.seen.ops["rush::fp8_emulated_matmul"] == 3 * 4

@@ -13,7 +13,8 @@ from rush.errors import MachineError, RecipeError
 from rush.hardware import probe
 from rush.records.checkpoint_store import CheckpointStore
 from rush.techniques import check, registry
-from rush.techniques.api.evidence import prove
+from rush.techniques.api.contract import Use
+from rush.techniques.api.evidence import prove, prove_use
 from rush.techniques.optimizer.adam8bit import paged_bytes
 from rush.training.build import Run
 from rush.training.step import train_step, validate
@@ -139,10 +140,12 @@ def test_the_evidence_distinguishes_our_8_bit_kernel_from_a_librarys() -> None:
     seen = trace(make_run(EIGHT_BITS, overrides=SHORT), 1, watch=True).seen
     assert seen is not None
     asked = {"backend": "rush", "stochastic_rounding": False, "paged": False}
-    assert technique.evidence(seen, asked).took_effect
-    assert not technique.evidence(seen, {**asked, "paged": True}).took_effect, "nothing is in unified memory"
-    assert not technique.evidence(seen, {**asked, "backend": "torchao"}).took_effect
-    assert not technique.evidence(seen, {**asked, "stochastic_rounding": True}).took_effect
+    assert prove_use(Use(technique, asked), seen).took_effect
+    assert not prove_use(Use(technique, {**asked, "paged": True}), seen).took_effect, (
+        "nothing is in unified memory"
+    )
+    assert not prove_use(Use(technique, {**asked, "backend": "torchao"}), seen).took_effect
+    assert not prove_use(Use(technique, {**asked, "stochastic_rounding": True}), seen).took_effect
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,10 @@ def test_out_of_memory_halves_until_it_fits_and_reports_each_time(
     seen = Listener()
     train_recipe(auto(path, *LONG, f"run.memory_limit_gb={limit / 1e9}"), tmp_path / "run", view=seen)
     told = [note for note in seen.notes if note.startswith("Out of memory with batch.micro")]
-    assert chosen(tmp_path / "run") in (4, 8)
-    assert [f"trying {32 >> n}" in note for n, note in enumerate(told, 1)] == [True] * {8: 2, 4: 3}[
+    # How much of what a step takes was resident before depends on the C library and the processor.
+    halvings = {16: 1, 8: 2, 4: 3}
+    assert chosen(tmp_path / "run") in halvings
+    assert [f"trying {32 >> n}" in note for n, note in enumerate(told, 1)] == [True] * halvings[
         chosen(tmp_path / "run")
     ]
     with pytest.raises(MachineError, match=r"smallest micro batch .* batch\.sequence"):

@@ -284,7 +284,7 @@ def rehearse(
     found, clock = workloads()["machine"], player.clock
 
     @contextmanager
-    def open_bench(plan: LadderPlan, folder: Path, **options: Any) -> Iterator[Bench]:
+    def open_bench(plan: LadderPlan, folder: Path, *rest: Any, **options: Any) -> Iterator[Bench]:
         machine = Machine.from_dict(found["machine"])
         yield Bench(plan, folder, player, machine, found["ceilings"], found["peaks"])  # type: ignore[arg-type]
 

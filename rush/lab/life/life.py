@@ -26,6 +26,7 @@ import torch
 
 from rush.data import Tokenizer
 from rush.data.conversations import find_template
+from rush.errors import printable
 from rush.hub.answers import encode_question
 from rush.lab.life import checks
 from rush.lab.life.checks import Broken
@@ -259,7 +260,8 @@ class _One:
         tokenizer = Tokenizer.load(self.run.tokenizer)
         template = find_template(self.recipe.data.template, tokenizer)
         chatting = replace(tokenizer, chat_template=template.source)
-        self._same_text(tokenizer.decode(encode_question(chatting, settings.sample_prompt)) + said[:-1])
+        asked = tokenizer.decode(encode_question(chatting, settings.sample_prompt))
+        self._same_text(asked + said[:-1], printable)
 
     def merge(self) -> None:
         """`rush merge`, and the merged model computes the same logits; in fp32, without another rounding."""
@@ -289,9 +291,10 @@ class _One:
             raise Broken(f"rush generate gives tokens outside the vocabulary: {said['tokens']}")
         return said
 
-    def _same_text(self, said: str) -> None:
+    def _same_text(self, said: str, shown: Callable[[str], str] = str) -> None:
+        """`shown`: how the command shows control characters."""
         sample = checks.rows_of(self.run.samples, SampleRow)[-1]["text"]
-        if said != sample:
+        if sample is None or shown(said) != shown(sample):
             raise Broken(f"it says {said!r}; the run's last sample was {sample!r}")
 
     def _same_logits(self, folder: Path, allowed: float, adapter: Path | None = None) -> None:
