@@ -87,6 +87,7 @@ LONG = ["batch.sequence=256", "batch.total_tokens=8192", "schedule.steps=1", "ru
 """All scores of a row of 256 take four megabytes: more than the noise of what a process has resident."""
 
 
+@pytest.mark.slow  # what is resident before a step, and so what fits, differs from run to run
 def test_out_of_memory_halves_until_it_fits_and_reports_each_time(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +103,8 @@ def test_out_of_memory_halves_until_it_fits_and_reports_each_time(
             "-q",
             "-n",
             "0",
+            "-m",
+            "slow",
             f"{__file__}::{name}",
         ]
         environment = {**os.environ, "RUSH_TEST_ALONE": "1"}
