@@ -30,6 +30,11 @@ def hush_matmul_fallback() -> None:
     warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)
 
 
+def hush_tf32_advice() -> None:
+    """Drop the compiler's advice to set TF32 globally. Whether fp32 matmuls use it is the technique `tf32`'s to say."""
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
+
+
 def hush(logger: str, *phrases: str) -> None:
     """Drop the messages of this logger that hold one of these phrases."""
     told = logging.getLogger(logger)

@@ -41,8 +41,9 @@ from rush.cli.shutdown import (
     first_line,
     install_exception_hooks,
     log_unexpected,
+    silence_stderr,
 )
-from rush.errors import MachineError, RushError
+from rush.errors import MachineError, Outage, RushError
 from rush.libraries import hush_matmul_fallback
 from rush.version import __version__
 
@@ -134,6 +135,8 @@ def main(arguments: list[str] | None = None) -> None:
         if debug:
             raise
         print_error(str(error))
+        if isinstance(error, Outage) and arguments is None:
+            silence_stderr()
         status.code = error.exit_code
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

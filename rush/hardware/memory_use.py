@@ -127,11 +127,18 @@ def free_memory(device: str) -> int:
     return max(0, min(found))
 
 
+CUDA_OUT_OF_MEMORY = 2
+"""cudaErrorMemoryAllocation, the `error_code` of torch's AcceleratorError."""
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on a GPU or a CPU."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # An allocation of the driver's own, outside torch's allocator: a context, a library's workspace.
+    if getattr(error, "error_code", None) == CUDA_OUT_OF_MEMORY:
         return True
     message = str(error)
     return isinstance(error, RuntimeError) and any(

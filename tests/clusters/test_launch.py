@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from rush.clusters import Job, check_nodes, documents, manifest, script
 from rush.errors import RecipeError
 from rush.parallel.slurm_ranks import first_host, rank_variables
 from rush.recipe_io import load_recipe, parse
+from tests.clusters.jobs import job
 from tests.training.small_runs import ROOT, environment, rows, small_recipe, write_corpus
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed (it comes with .[dev])")
@@ -34,12 +34,6 @@ SCHEMA_OF = {
     "TrainingRuntime": "trainingruntime",
     "TrainJob": "trainjob",
 }
-
-
-def job(**changes: Any) -> Job:
-    recipe = load_recipe("tiny", ["layout.ddp=2", "layout.fsdp=8", "batch.micro=1"])
-    words = ("tiny", "layout.ddp=2", "layout.fsdp=8", "batch.micro=1")
-    return replace(Job("tiny", recipe, words, 2, 8, "/shared/runs/tiny"), **changes)
 
 
 EVERYTHING: dict[str, Any] = {

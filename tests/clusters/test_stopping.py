@@ -10,7 +10,7 @@ import pytest
 
 from rush.clusters.kubernetes import documents
 from rush.clusters.slurm import script
-from tests.clusters.test_launch import job
+from tests.clusters.jobs import job
 
 SRUN = """#!/bin/bash
 trap 'exit $ENDS_WITH' TERM

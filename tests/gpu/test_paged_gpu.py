@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from rush.checkpoint import restore
 from rush.hardware import probe
 from rush.records.checkpoint_store import CheckpointStore
-from rush.techniques.api.evidence import prove
+from rush.techniques.api.evidence import prove, prove_use
 from rush.techniques.optimizer.adam8bit import PAGED_FROM, paged_bytes
 from rush.training.build import Run
 from rush.training.step import train_step
@@ -59,8 +60,8 @@ def test_moments_that_are_not_paged_do_not_pass_for_it() -> None:
     seen = trace(run, 1, watch=True).seen
     assert seen is not None
     (use,) = run.uses
-    assert use.technique.evidence(seen, use.knobs).took_effect
-    proof = use.technique.evidence(seen, {**use.knobs, "paged": True})
+    assert prove_use(use, seen).took_effect
+    proof = prove_use(replace(use, knobs={**use.knobs, "paged": True}), seen)
     assert not proof.took_effect, proof.what
 
 

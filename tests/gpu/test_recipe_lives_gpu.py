@@ -28,6 +28,7 @@ from rush.lab.life.life import EVERY, LifeResult, Lives, short
 from rush.lab.trial.starter import COMMANDS, Starter
 from rush.ready import RECIPES
 from rush.recipe_io import changed, load_recipe
+from tests.gpu.card_shares import card_shares
 from tests.lives.ready_recipes import FEW, Lived, LocalData, as_far_as_it_runs, shallow
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -114,7 +115,8 @@ def _live(lived: Lived, starter: Starter, place: Path, data: LocalData, **change
 
 @pytest.mark.parametrize("lived", [_reduced(name) for name in RECIPES.names()], ids=lambda lived: lived.id)
 def test_a_ready_recipe_lives_on_a_gpu(lived: Lived, starter: Starter, place: Path, data: LocalData) -> None:
-    assert _live(lived, starter, place, data).problem is None
+    with card_shares():
+        assert _live(lived, starter, place, data).problem is None
 
 
 def test_llama_3_2_1b_fp8_lives_in_its_whole_depth(starter: Starter, place: Path, data: LocalData) -> None:
@@ -124,4 +126,5 @@ def test_llama_3_2_1b_fp8_lives_in_its_whole_depth(starter: Starter, place: Path
         recipe = changed(recipe, {"batch": {"micro": 4, "sequence": recipe.batch.sequence}})
         lived = replace(lived, recipe=recipe, reduced=("micro batches of 4 of 16 sequences",))
     steps = {"schedule.steps": 8, "run.save_every": 4, "run.validate_every": 4, "run.sample_every": 4}
-    assert _live(lived, starter, place, data, **steps).problem is None
+    with card_shares(3):
+        assert _live(lived, starter, place, data, **steps).problem is None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import rush.techniques.api.contract as api
-from rush.libraries import hush
+from rush.libraries import hush, hush_tf32_advice
 from rush.models import Decoder
 from rush.models.layers import cos_and_sin
 from rush.techniques.api.evidence import compile_counts
@@ -58,6 +58,7 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
         torch.compiler.config.cache_key_tag = f"rank {build.ranks.rank} of {build.recipe.layout}"
     # A warning about a matmul that autotuning skips.
     hush("torch._inductor.select_algorithm", "Constructing input/output tensor meta failed")
+    hush_tf32_advice()
     mode = None if knobs["mode"] == "default" else str(knobs["mode"])
     model = build.model
     if knobs["scope"] == "model" and model.rotary is not None:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import rush.techniques.api.contract as api
-from rush.libraries import load_library
+from rush.libraries import hush, load_library
 from rush.models.layers import IGNORED_LABEL, LayerNorm, RMSNorm, SwiGLU
 from rush.recipe import Recipe
 from rush.techniques.api.seams import FunctionModule
@@ -89,6 +89,8 @@ class LigerKernels:
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
+    # The compiler cannot tell which inputs some of the library's kernels write, and copies them all: slower, and right.
+    hush("torch._dynamo", "Encountered an exception in identify_mutated_tensors")
     chosen = _chosen(str(knobs["parts"]))
     model, expected = build.model, []
     blocks: Iterable[Any] = model.blocks

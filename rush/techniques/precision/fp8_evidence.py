@@ -12,6 +12,8 @@ SWIGLU = tuple(f"fp8_swiglu{step}" for step in ("_amax", "", "_bound", "_backwar
 E5M2 = 23
 """torch's number of that dtype."""
 MATMUL, EMULATED, CAST = "aten::_scaled_mm", "rush::fp8_emulated_matmul", "rush::fp8_cast_transpose"
+FAST = {MATMUL: 7, EMULATED: -1}
+"""Which argument asks for fast accumulation. Compiled code calls the variant with `out`, which comes after it."""
 
 
 def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
@@ -63,10 +65,10 @@ def scope_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
 
 def fast_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """The blocks' matmuls were called with fast accumulation, all of them or one of three (the forward one)."""
-    flags = [call.values[-1] for _, call in _matmuls(seen) if not _is_head(seen, call)]
+    flags = [call.values[FAST[name]] for name, call in _matmuls(seen) if not _is_head(seen, call)]
     fast, slow = flags.count(True), flags.count(False)
     if not flags:  # the LM head alone: its gradients never use it
-        heads = {call.values[-1] for _, call in _matmuls(seen)}
+        heads = {call.values[FAST[name]] for name, call in _matmuls(seen)}
         return api.Proof(heads == {False, True} and knobs["fast"] == "forward", "the LM head's: forward only")
     return api.Proof(
         fast > 0 and (slow == 0) == (knobs["fast"] == "all"),
