@@ -40,13 +40,21 @@ def render_parts(
     tools: Sequence[Any] | None = None,
     date: datetime.date | None = None,
     marks: tuple[str, str] = ("", ""),
+    settings: Mapping[str, Any] | None = None,
+    continued: bool = False,
     **tokens: str | None,
 ) -> list[str]:
     """One text per part: the first so many messages, with or without the generation prompt.
 
-    `tools` are the functions the model may call, as JSON schemas. `tokens` are the special tokens a template may use; missing
-    ones are empty. `date` is the current date for templates that write it; `marks` are written around `{% generation %}`.
+    `tools` are the functions the model may call, as JSON schemas. `tokens` are the special tokens a template may use; to the
+    template, those that are None are undefined. `date` is the current date for templates that write it; `marks` are written
+    around `{% generation %}`. `settings` are further variables (enable_thinking). `continued` leaves the last message open, for
+    a model to continue it.
     """
+    if continued and any(generation for _, generation in parts):
+        raise DataError(
+            "A message that is to be continued leaves no room for a generation prompt: ask for one of the two."
+        )
     arguments = {
         "template": template,
         "messages": list(messages),
@@ -54,7 +62,9 @@ def render_parts(
         "tools": None if tools is None else list(tools),
         "date": None if date is None else date.isoformat(),
         "marks": marks,
-        "tokens": {name: token or "" for name, token in tokens.items()},
+        "tokens": {name: token for name, token in tokens.items() if token is not None},
+        "settings": dict(settings or {}),
+        "continued": continued,
     }
     texts: list[str] = _run(template, "render_parts", arguments, _size(messages, tools) * len(parts))
     for text in texts:
@@ -99,4 +109,4 @@ def _run(template: str, call: str, arguments: dict[str, Any], num_bytes: int) ->
 
 
 def _size(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> int:
-    return sum(len(str(message.get("content", ""))) for message in messages) + len(str(tools or ""))
+    return sum(len(str(message)) for message in messages) + len(str(tools or ""))

@@ -216,8 +216,10 @@ class Tokenizer:
         with _answering("decode"):
             return self._core.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> str:
-        """The conversation rendered by the tokenizer's chat template (sandboxed)."""
+    def render_chat(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False, **options: Any
+    ) -> str:
+        """The conversation rendered by the tokenizer's chat template (sandboxed); the options are those of `rush.data.chat`."""
         if self.chat_template is None:
             raise DataError(
                 "This tokenizer has no chat template (neither chat_template.jinja nor a chat_template in "
@@ -229,6 +231,7 @@ class Tokenizer:
             add_generation_prompt,
             bos_token=self.bos_token,
             eos_token=self.eos_token,
+            **options,
         )
 
 
