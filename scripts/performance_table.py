@@ -1,13 +1,15 @@
-"""Write the README's performance tables and picture from the records in results/: `python scripts/performance_table.py`.
+"""Write docs/performance.md's tables and its picture from the records in results/: `python scripts/performance_table.py`.
 
 Every figure comes from a `models.json` or `kernels.json` that the benches wrote; nothing is typed by hand. What was measured
-more than once is one row: the median of all records, not the best or the last (`rush.bench.combine`). The tables stand
-between two marks in README.md, with docs/pictures/beside-baselines.svg above them; without results it says so. The
-picture of the classic climb, docs/pictures/llama-3.2-1b-h200.svg, is drawn too.
+more than once is one row: the median of all records, not the best or the last (`rush.bench.combine`). What
+`run.deterministic` costs a recipe comes from `scripts/same_bits.py --cost`. The tables stand between two marks, with
+docs/pictures/beside-baselines.svg above them; without results it says so. The picture of the classic climb,
+docs/pictures/llama-3.2-1b-h200.svg, is drawn too.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ from rush.bench.combine import (  # noqa: E402
     model_records,
     title_of,
 )
+from rush.lab.statistics import Floor, ratio_of_medians  # noqa: E402
 from rush.records.kernels import read_kernels  # noqa: E402
 from rush.records.models import ModelRecord  # noqa: E402
 from rush.records.targets import CLOSE_CALL, target_word  # noqa: E402
@@ -32,12 +35,15 @@ from rush.report.baseline_picture import BaselinePair, beside_picture  # noqa: E
 from rush.report.kernels import PASS_WORDS, reached_of, reached_words  # noqa: E402
 from rush.report.models import lengths, table  # noqa: E402
 
+PAGE = ROOT / "docs" / "performance.md"
 PICTURE = ROOT / "docs" / "pictures" / "beside-baselines.svg"
 LADDER = ROOT / "results" / "llama-3.2-1b-h200" / "ladder.json"
 LADDER_PICTURE = ROOT / "docs" / "pictures" / "llama-3.2-1b-h200.svg"
 BEGIN, END = "<!-- performance: begin, by scripts/performance_table.py -->", "<!-- performance: end -->"
 
 
+COST = "-cost.json"
+"""How `scripts/same_bits.py --cost` ends the name of a recipe's record."""
 FORMER_TERMS = {"8-bit products": "fp8 matmuls", "head in 8 bits": "fp8 LM head"}
 """What old records call it, and what it is called now."""
 
@@ -58,7 +64,7 @@ NOTE = (
     "A row is the median of all records of its workload, recipe (techniques with their knobs) and kind of machine; its interval "
     "is a bootstrap over the records, and inside each over its own interval. Records of a recipe that had other techniques under the "
     "same name are linked as former. A close call is reached, but its interval reaches "
-    "beyond what was wanted.\n"
+    "beyond what was wanted. `run.deterministic` is what that key changes in tokens per second, over eight windows in one process.\n"
 )
 
 
@@ -73,13 +79,24 @@ def _models(results: Path) -> list[str]:
             "ratio (95 %)",
             "wanted",
             "peak memory",
+            "`run.deterministic`",
             "parity",
             "verdict",
             "records",
         )
+        costs = deterministic_costs(results)
         parts.append(
             _markdown(
-                head, [(*table(row.record)[0][:6], *row.judged(), _row_links(row, results)) for row in rows]
+                head,
+                [
+                    (
+                        *table(row.record)[0][:6],
+                        costs.get(row.ours["rung"]["name"], "–"),
+                        *row.judged(),
+                        _row_links(row, results),
+                    )
+                    for row in rows
+                ],
             )
         )
     for where, found in _bymachine_kind(_longest(results)).items():
@@ -87,6 +104,22 @@ def _models(results: Path) -> list[str]:
         columns = ("workload", "limit", "reached", "speed there", "peak memory", "published by others")
         parts.append(_markdown(columns, [row for _, record in found for row in lengths(record)]))
     return parts
+
+
+def deterministic_costs(results: Path) -> dict[str, str]:
+    """By recipe, the change of its tokens per second with `run.deterministic`, with its interval and its record."""
+    found = {}
+    for path in sorted(results.glob(f"*/*{COST}")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if "plain" in record:
+            plain, exact = ([record[key]["samples"]] for key in ("plain", "deterministic"))
+            found_ratio = ratio_of_medians(plain, exact, Floor(0.0, 0))
+            change, low, high = (
+                f"{100 * (ratio - 1):+.1f}"
+                for ratio in (found_ratio.ratio, found_ratio.low, found_ratio.high)
+            )
+            found[path.name.removesuffix(COST)] = f"[{change} % ({low} to {high})]({_link(path, results)})"
+    return found
 
 
 def _longest(results: Path) -> list[tuple[Path, ModelRecord]]:
@@ -184,7 +217,8 @@ def _links(paths: Sequence[Path], results: Path) -> str:
 
 
 def _link(path: Path, results: Path) -> str:
-    return f"{results.name}/{path.parent.name}/{path.name}"
+    """From the page in docs/."""
+    return f"../{results.name}/{path.parent.name}/{path.name}"
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -192,20 +226,17 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines) + "\n"
 
 
-def put(readme: str, text: str) -> str:
-    """The README with the text between its marks; a ValueError where it has none."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"README.md needs one line {BEGIN} and one line {END}.")
-    before, rest = readme.split(BEGIN)
+def put(page: str, text: str) -> str:
+    """The page with the text between its marks; a ValueError where it has none."""
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise ValueError(f"{PAGE.name} needs one line {BEGIN} and one line {END}.")
+    before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n{text}{END}{after}"
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(
-        put(readme.read_text(encoding="utf-8"), performance(ROOT / "results")), encoding="utf-8"
-    )
+    PAGE.write_text(put(PAGE.read_text(encoding="utf-8"), performance(ROOT / "results")), encoding="utf-8")
     PICTURE.write_text(drawn(ROOT / "results"), encoding="utf-8")
     write_picture(LADDER, LADDER_PICTURE)
 

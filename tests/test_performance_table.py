@@ -1,4 +1,4 @@
-"""The README's performance table: made from records alone, and current."""
+"""The tables of docs/performance.md: made from records alone, and current."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_was_measured_often_is_one_row_with_the_median_of_all_records(
     assert row[3].startswith("1.710× (")
     low, high = map(float, row[3].split("(")[1].rstrip(")").split(" to "))
     assert 1.3 < low < 1.6 < 1.83 < high < 2.3, "wider than the records' medians lie apart"
-    order = [link.split("](")[1].split("/")[1] for link in row[8].split(", ")]
+    order = [link.split("](")[1].split("/")[2] for link in row[9].split(", ")]
     assert order == ["b", "a", "d", "c", "e"], "all of them, in the order they were measured"
 
 
@@ -93,7 +93,7 @@ def test_a_row_is_a_close_call_where_its_interval_reaches_below_what_was_wanted(
     script: Any, tmp_path: Path, ends: tuple[float, float], why: str | None, word: str
 ) -> None:
     _write(tmp_path, one=_measured(1.25, ends, "2026-01-01", why=why, at_least=1.2, verdict="reached"))
-    assert _row(script.performance(tmp_path))[7] == word
+    assert _row(script.performance(tmp_path))[8] == word
     (pairs,) = script.pairs(tmp_path).values()
     assert [pair.verdict for pair in pairs] == [word]
 
@@ -106,7 +106,7 @@ def test_two_records_that_contradict_each_other_reach_nothing_for_certain(
     _write(tmp_path, one=one, other=other)
     row = _row(script.performance(tmp_path))
     assert row[3].startswith("1.241×")
-    assert row[7] == "close call"
+    assert row[8] == "close call"
 
 
 def test_a_record_that_is_not_equal_is_in_no_median(script: Any, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_record_that_is_not_equal_is_in_no_median(script: Any, tmp_path: Path)
     _write(tmp_path, equal=_measured(1.25, (1.24, 1.26), "2026-01-01"), different=different)
     row = _row(script.performance(tmp_path))
     assert row[3] == "1.250× (1.240 to 1.260)"
-    assert row[6] == "equal in 1 of 2 records"
+    assert row[7] == "equal in 1 of 2 records"
 
 
 def test_a_recipe_that_had_other_techniques_before_is_not_averaged_with_them(
@@ -127,7 +127,7 @@ def test_a_recipe_that_had_other_techniques_before_is_not_averaged_with_them(
     _write(tmp_path, former=former, now=_measured(1.25, (1.24, 1.26), "2026-01-02"))
     row = _row(script.performance(tmp_path))
     assert row[3] == "1.250× (1.240 to 1.260)"
-    assert row[8].endswith("former recipes [1](" + f"{tmp_path.name}/former/models.json)")
+    assert row[9].endswith("former recipes [1](../" + f"{tmp_path.name}/former/models.json)")
 
 
 def test_kernels_are_combined_where_their_sources_are_the_same_and_the_latest_counts_where_not(
@@ -220,10 +220,19 @@ def test_it_stands_between_its_marks_and_nothing_else_changes(script: Any) -> No
         script.put("no marks", "new")
 
 
-def test_the_readme_is_current(script: Any) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    if script.BEGIN not in readme:
-        pytest.skip("README.md has no place for the table yet")
-    assert readme == script.put(readme, script.performance(ROOT / "results")), (
+def test_the_page_is_current(script: Any) -> None:
+    page = script.PAGE.read_text(encoding="utf-8")
+    assert page == script.put(page, script.performance(ROOT / "results")), (
         "run python scripts/performance_table.py"
     )
+
+
+def test_a_recipe_has_the_cost_of_determinism_beside_it(script: Any, tmp_path: Path) -> None:
+    _write(tmp_path, models=made.models())
+    assert "| – | equal |" in script.performance(tmp_path)
+    rates = {"plain": {"samples": [100.0] * 8}, "deterministic": {"samples": [97.0] * 8}}
+    (tmp_path / "bits").mkdir()
+    (tmp_path / "bits" / "gpt2-124m-fast-cost.json").write_text(json.dumps(rates))
+    (row,) = (line for line in script.performance(tmp_path).splitlines() if "-3.0 %" in line)
+    assert "`gpt2-124m-fast`" in row
+    assert "-3.0 % (-3.0 to -3.0)" in row
