@@ -68,10 +68,16 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class LadderResult:
-    """A measured ladder: its record, and the folder with `ladder.json` and `report.html`."""
+    """A measured ladder: its record, and the folder with `ladder.json`, `report.html` and the `recipe.toml` it leads to."""
 
     record: LadderRecord
     folder: Path
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The fastest proven rung, ready to train; None where nothing was proved faster."""
+        file = self.folder / "recipe.toml"
+        return load_recipe(str(file)) if file.is_file() else None
 
     def _repr_html_(self) -> str:
         from rush.report.ladder import read_ladder
@@ -156,9 +162,10 @@ def run_ladder(
     watch: LadderWatch | None = None,
     note: Note = _quiet,
 ) -> LadderResult:
-    """Measure a ladder, or resume the one in `out`; writes its record and its report."""
+    """Measure a ladder, or resume the one in `out`; writes its record, its report and the recipes it leads to."""
     from rush.lab.ladder.climb import climb
     from rush.lab.ladder.ladder_file import load_ladder
+    from rush.lab.ladder.proven import write_proven
     from rush.report.page import write_report
 
     if view not in VIEWS:
@@ -176,6 +183,8 @@ def run_ladder(
         )
     for page in [folder, folder / "alone", folder / "left_out"] if view == "all" else [folder]:
         write_report(page / "ladder.json", page / "report.html")
+    if view in ("cumulative", "all"):
+        write_proven(plan, folder)
     return LadderResult(record, folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -59,7 +60,8 @@ def ladder(
     from rush.api import run_ladder
     from rush.lab.ladder.ladder_file import load_ladder
 
-    folder = out or Path("runs") / f"ladder-{load_ladder(name, changes).name}"
+    planned = load_ladder(name, changes)
+    folder = out or Path("runs") / f"ladder-{planned.name}"
     notes = (lambda text: None) if json else note
     own = technique or []
     with resumable(folder), _watching(quiet=json) as watch:
@@ -72,6 +74,24 @@ def ladder(
 
     typer.echo(headline(read_ladder(folder)))
     typer.echo(f"Record: {folder / 'ladder.json'}\nReport: {folder / 'report.html'}")
+    for line in _next_steps(folder, planned.recipe, view):
+        typer.echo(line)
+
+
+def _next_steps(folder: Path, recipe: str, view: str) -> Iterator[str]:
+    """Where the recipes are, and what one would type next."""
+    from rush.lab.ladder.proven import FASTEST, SMALLEST
+
+    fastest, smallest = folder / FASTEST, folder / SMALLEST
+    if view not in ("cumulative", "all"):
+        return
+    if smallest.is_file():
+        yield f"Least memory: {smallest}"
+    if fastest.is_file():
+        yield f"Recipe: {fastest}"
+        yield f"Next: rush train {shlex.quote(str(fastest))}"
+    else:
+        yield f"Next: rush tune {shlex.quote(recipe)} --budget 10m, which searches beyond these rungs."
 
 
 def compare(

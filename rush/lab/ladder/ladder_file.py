@@ -120,6 +120,10 @@ class LadderPlan:
     measure: MeasureConfig
     parity: ParityConfig
     search: SearchConfig
+    step_tokens: int | None = None
+    """Tokens per optimizer step of the recipe that the ladder varies; None for one micro batch."""
+    recipe: str = ""
+    """The recipe that the ladder varies, by name or path."""
 
 
 def load_ladder(name_or_path: str, overrides: Iterable[str] = ()) -> LadderPlan:
@@ -132,7 +136,9 @@ def load_ladder(name_or_path: str, overrides: Iterable[str] = ()) -> LadderPlan:
             raise RecipeError(f"{path}: {key} is not a key of a ladder; {nearest(key, allowed)}")
     if not isinstance(tree.get("recipe"), str) or not isinstance(tree.get("rungs"), list):
         raise RecipeError(f"{path}: a ladder needs recipe = NAME and a list of rungs.")
-    base_tree = read_tree(_recipe_beside(path, tree["recipe"]))
+    recipe = _recipe_beside(path, tree["recipe"])
+    base_tree = read_tree(recipe)
+    step_tokens = parse(base_tree).batch.total_tokens
     change(base_tree, tree.get("base", {}))
     for override in overrides:
         own = override.split(".", 1)[0] in OWN_TABLES
@@ -150,6 +156,8 @@ def load_ladder(name_or_path: str, overrides: Iterable[str] = ()) -> LadderPlan:
         read_table(MeasureConfig, tree, "measure", path),
         read_table(ParityConfig, tree, "parity", path),
         read_table(SearchConfig, tree, "search", path),
+        step_tokens,
+        recipe,
     )
 
 
