@@ -66,7 +66,7 @@ class DataSection(Section):
     """`python-stdlib`, `files`, `fineweb-edu`, `redpajama`, or `hub:OWNER/NAME[:CONFIG[:SPLIT]]` for any dataset on the hub.
     For fine-tuning also `python-docstrings`, `python-docstring-pairs`, `python-readings`, `ultrachat` and `ultrafeedback`."""
     files: list[str] = []
-    """Paths or globs of .jsonl, .csv, .tsv or .parquet files, or of text; with a named source, local files in its schema."""
+    """Paths or globs of .jsonl, .json, .csv, .tsv or .parquet files, or of text; with a named source, local files in its schema."""
     text_field: str = "text"
     """The field that holds the text in JSONL, CSV and Parquet rows."""
     tokenizer: str = "train"

@@ -1,9 +1,9 @@
-"""Read documents from text, JSONL, CSV and Parquet files, in slices that can be read independently.
+"""Read documents from text, JSONL, JSON, CSV and Parquet files, in slices that can be read independently.
 
 Files are divided into slices by their sizes alone, so that many processes or machines can each read some. JSONL is split at
 line ends, Parquet between row groups. A text file is one document; a large one is split at blank lines into documents of about
 64 KiB, which can be divided among workers and between training and validation. Compressed JSONL and CSV (a quoted cell may
-have line ends) cannot be read from the middle: such a file is one slice. A byte-order mark is not part of the text.
+have line ends) cannot be read from the middle, nor can a JSON file, which is one list of rows: such a file is one slice. A byte-order mark is not part of the text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ TEXT_WHOLE_BYTES = 4 * TEXT_DOCUMENT_BYTES
 LONGEST_LINE = 256 << 20
 UNFOLDED_BYTES, UNFOLDED_TIMES = 256 << 20, 1000
 BYTE_ORDER_MARK = codecs.BOM_UTF8
-ROW_ENDINGS = ".jsonl, .csv, .tsv (each also with .gz or .zst), .parquet"
+LARGEST_LIST = 1 << 30
+ROW_ENDINGS = ".jsonl, .csv, .tsv (each also with .gz or .zst), .json (a list of objects), .parquet"
 """Files that hold rows."""
 _COMPRESSIONS = ("", ".gz", ".zst")
 
@@ -46,7 +47,7 @@ class Document:
 class Slice:
     """A part of one file: bytes of text, JSONL and CSV, row groups of Parquet; a shard of a hub stream."""
 
-    kind: str  # text, python, jsonl, packed (compressed jsonl), csv (plain or compressed), parquet, hub
+    kind: str  # text, python, jsonl, packed (compressed jsonl), json (one list), csv (plain or compressed), parquet, hub
     path: str
     start: int
     stop: int
@@ -76,7 +77,9 @@ def file_kind(path: Path) -> str:
         return "csv"
     if name.endswith(".parquet"):
         return "parquet"
-    if name.endswith((".json", ".gz", ".zst", ".zip", ".bz2", ".xz", ".tar", ".arrow")):
+    if name.endswith(".json"):
+        return "json"
+    if name.endswith((".gz", ".zst", ".zip", ".bz2", ".xz", ".tar", ".arrow")):
         raise DataError(
             f"{path}: this format is not read. Allowed: {ROW_ENDINGS} (JSONL has one object per line), "
             "and plain text under any other name."
@@ -174,6 +177,7 @@ def read_slice(piece: Slice, text_field: str) -> Iterator[Document]:
         "python": _read_python,
         "jsonl": _read_rows,
         "packed": _read_rows,
+        "json": _read_rows,
         "csv": _read_rows,
         "parquet": _read_rows,
     }
@@ -205,13 +209,15 @@ def _read_python(piece: Slice, _: str) -> Iterator[Document]:
 
 
 def read_rows(piece: Slice, columns: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a slice of JSONL, CSV or Parquet with their names; of Parquet only these `columns`, if given."""
+    """The rows of a slice of JSONL, JSON, CSV or Parquet with their names; of Parquet only these `columns`, if given."""
     if piece.kind == "parquet":
         for number, batch in read_batches(piece, columns):
             for offset, row in enumerate(batch_rows(batch, piece.path)):
                 yield f"{piece.path}:row {number + offset}", row
     elif piece.kind == "csv":
         yield from _csv_rows(piece)
+    elif piece.kind == "json":
+        yield from _listed_rows(piece.path)
     else:
         for number, line in read_lines(piece):
             yield from _parse_line(line, piece.path, number)
@@ -395,6 +401,32 @@ def _parse_line(line: bytes, path: str, number: int) -> Iterator[tuple[str, dict
     if not isinstance(row, dict):
         raise DataError(f"{name}: expected a JSON object, found {type(row).__name__}.")
     yield name, row
+
+
+def _listed_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a JSON file: one list of objects, or an object that holds one such list."""
+    if (size := os.path.getsize(path)) > LARGEST_LIST:
+        raise DataError(
+            f"{path}: {size >> 20:,} MiB of one JSON list, which is read at once; allowed: {LARGEST_LIST >> 20:,} MiB. Write it as "
+            "JSONL, one object per line."
+        )
+    with opened(path) as file:
+        text = _decode(file.read().removeprefix(BYTE_ORDER_MARK), path)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        lines = " If it has one object per line, name it .jsonl." if text.lstrip().startswith("{") else ""
+        raise DataError(f"{path}: {json_problem(error)}.{lines}") from error
+    if isinstance(found, dict):
+        lists = [value for value in found.values() if isinstance(value, list)]
+        found = lists[0] if len(lists) == 1 else found
+    if not isinstance(found, list):
+        raise DataError(f"{path}: expected a list of JSON objects, found {type(found).__name__}.")
+    for number, row in enumerate(found):
+        name = f"{path}:row {number}"
+        if not isinstance(row, dict):
+            raise DataError(f"{name}: expected a JSON object, found {type(row).__name__}.")
+        yield name, row
 
 
 def json_problem(error: Exception) -> str:

@@ -165,11 +165,39 @@ def test_empty_documents_are_skipped(tmp_path: Path) -> None:
     assert [d.text for d in read_all(path, 100)] == ["x"]
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.txt.gz", "a.zip", "a.arrow"])
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.zip", "a.arrow"])
 def test_formats_that_are_not_read_are_named_with_those_that_are(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{}")
     with pytest.raises(DataError, match=r"Allowed: \.jsonl"):
         slice_file(tmp_path / name, 100)
+
+
+def test_a_json_file_is_a_list_of_rows_or_an_object_that_holds_one(tmp_path: Path) -> None:
+    rows = [{"text": "one"}, {"text": "zwei ä"}]
+    for name, tree in (("list", rows), ("inside", {"version": 1, "data": rows})):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(tree, indent=1))
+        assert [(d.text, d.id) for d in read_all(path, 10)] == [
+            ("one", f"{path}:row 0"),
+            ("zwei ä", f"{path}:row 1"),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a": 1}\n{"a": 2}\n', "name it .jsonl"),
+        ("[{", "not valid JSON"),
+        ("7", "expected a list of JSON objects, found int"),
+        ('{"a": [], "b": []}', "expected a list of JSON objects, found dict"),
+        ("[1]", "row 0: expected a JSON object, found int"),
+    ],
+)
+def test_a_json_file_that_is_no_list_of_objects_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=said):
+        read_all(path, 100)
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:

@@ -127,6 +127,10 @@ def find_inputs(patterns: Sequence[str]) -> Inputs:
 def _slices(path: str, unit_bytes: int) -> list[Slice]:
     if file_kind(Path(path)) == "text":
         raise DataError(f"{path}: rows are read from {ROW_ENDINGS}; found another ending.")
+    if file_kind(Path(path)) == "json":
+        raise DataError(
+            f"{path}: cleaning reads rows one by one; write the list as JSONL, one object per line."
+        )
     return slice_file(Path(path), unit_bytes)
 
 
