@@ -6,6 +6,7 @@ command line: `train("tiny", "schedule.steps=100")`. Errors are those of `rush.e
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from rush.lab.ladder.climb import Watch as LadderWatch
     from rush.models import Decoder
     from rush.records.ladder import LadderRecord
+    from rush.records.start import StartRecord
     from rush.records.tune import TuneRecord
     from rush.training.session import Summary
     from rush.training.view import View
@@ -115,6 +117,20 @@ class TunedRecipe:
 
 
 @dataclass(frozen=True)
+class StartedRecipe:
+    """A recipe for a model and data: the record of the decisions, and the file where it was written."""
+
+    record: StartRecord
+    recipe: Recipe
+    file: Path | None
+
+    def _repr_html_(self) -> str:
+        from rush.report.notebook import start_html
+
+        return start_html(self.record)
+
+
+@dataclass(frozen=True)
 class GeneratedText:
     """A prompt, its continuation, and the tokens of the continuation."""
 
@@ -124,6 +140,38 @@ class GeneratedText:
 
     def __str__(self) -> str:
         return self.prompt + self.text
+
+
+def start_recipe(
+    model: str | Path,
+    data: str | Path | Sequence[str | Path],
+    *overrides: str,
+    hours: float | None = None,
+    memory: float | None = None,
+    device: str | None = None,
+    price: float | None = None,
+    out: str | Path | None = None,
+    force: bool = False,
+) -> StartedRecipe:
+    """A recipe for a model and data that fits a device: of the catalog, with `memory` GB, or this machine's.
+
+    Written to `out` where that is given; an existing file is only overwritten with `force`.
+    """
+    from rush.files import write_atomic
+    from rush.start import Request, start
+
+    file = None if out is None else Path(out).expanduser()
+    if file is not None and file.exists() and not force:
+        raise RecipeError(f"{file} exists; give another file with --out, or overwrite it with --force.")
+    given = [data] if isinstance(data, str | Path) else data
+    files = tuple(str(Path(one).expanduser()) for one in given)
+    made = start(Request(str(model), files, overrides, device, memory, hours, price))
+    if file is not None:
+        write_atomic(file, made.text.encode())
+        made.record["next"] = [
+            f"rush {word} {shlex.quote(str(file))}" for word in ("overfit", "tune", "train")
+        ]
+    return StartedRecipe(made.record, made.recipe, file)
 
 
 def train(

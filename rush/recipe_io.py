@@ -191,15 +191,16 @@ def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 def write_toml(recipe: Recipe) -> str:
     """The fully resolved recipe as TOML; reading it back gives an equal recipe."""
     tree = recipe.model_dump(exclude_none=True)
-    lines = [f"{key} = {_toml(value)}" for key, value in tree.items() if not isinstance(value, dict)]
+    lines = [f"{key} = {toml_value(value)}" for key, value in tree.items() if not isinstance(value, dict)]
     for key, value in tree.items():
         if isinstance(value, dict):
             lines += ["", f"[{key}]"]
-            lines += [f"{name} = {_toml(item)}" for name, item in value.items()]
+            lines += [f"{name} = {toml_value(item)}" for name, item in value.items()]
     return "\n".join(lines) + "\n"
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A plain value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
@@ -207,9 +208,9 @@ def _toml(value: Any) -> str:
     if isinstance(value, str):
         return _toml_string(value)
     if isinstance(value, list):
-        return f"[{', '.join(_toml(item) for item in value)}]"
+        return f"[{', '.join(toml_value(item) for item in value)}]"
     assert isinstance(value, dict), value
-    pairs = (f"{_toml_key(key)} = {_toml(item)}" for key, item in value.items())
+    pairs = (f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items())
     return "{" + ", ".join(pairs) + "}"
 
 

@@ -31,6 +31,7 @@ from rush.cli import (
     probe,
     recipes,
     scale,
+    start,
     train,
     tune,
 )
@@ -56,6 +57,7 @@ app = typer.Typer(
     epilog="Exit codes: 2 recipe or arguments, 3 data, 4 machine, 5 the run diverged. "
     "Put --debug anywhere for a traceback.",
 )
+app.command("start")(start.start)
 app.command("ladder")(ladder.ladder)
 app.command("compare")(ladder.compare)
 app.command("scale")(scale.scale)

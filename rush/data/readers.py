@@ -220,7 +220,7 @@ def read_rows(piece: Slice, columns: list[str] | None = None) -> Iterator[tuple[
         yield from _listed_rows(piece.path)
     else:
         for number, line in read_lines(piece):
-            yield from _parse_line(line, piece.path, number)
+            yield parse_line(line, piece.path, number)
 
 
 def _read_rows(piece: Slice, text_field: str) -> Iterator[Document]:
@@ -389,7 +389,8 @@ def ragged(header: list[str], cells: list[str]) -> str:
     return f"{len(cells)} cells under {len(header)} columns"
 
 
-def _parse_line(line: bytes, path: str, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def parse_line(line: bytes, path: str, number: int) -> tuple[str, dict[str, Any]]:
+    """The row of a line of JSONL, with its name."""
     name = f"{path}:{number}"
     text = _decode(line, name)
     try:
@@ -400,7 +401,7 @@ def _parse_line(line: bytes, path: str, number: int) -> Iterator[tuple[str, dict
         ) from error
     if not isinstance(row, dict):
         raise DataError(f"{name}: expected a JSON object, found {type(row).__name__}.")
-    yield name, row
+    return name, row
 
 
 def _listed_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:

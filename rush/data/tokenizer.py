@@ -35,6 +35,7 @@ _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "<|
 # Names of added tokens that are control tokens, whatever the file declares: <think>, <|user|>, </s>, [INST].
 _MARKUP = re.compile(r"<\S+>|\[\S+\]")
 LONGEST_RUN = 4096
+SMALLEST_BPE = 256 + 1
 # Steps before the model after which a text may have fewer letters (composing four into one is allowed for).
 _DROPPING = (
     "Removed",
@@ -237,10 +238,20 @@ class Tokenizer:
 
 def train_bpe(texts: Iterable[str], vocab_size: int, max_bytes: int | None = None) -> Tokenizer:
     """A byte-level BPE over at most `max_bytes` of text, with exactly `vocab_size` entries."""
-    smallest = 256 + 1
-    if vocab_size < smallest:
+    trained = train_bpe_up_to(texts, vocab_size, max_bytes)
+    if (reached := trained.vocab_size) != vocab_size:
         raise DataError(
-            f"A byte-level vocabulary has at least {smallest} entries (256 bytes and {END_OF_TEXT}), "
+            f"The corpus supports a vocabulary of {reached} ({reached - SMALLEST_BPE} merges), but {vocab_size} "
+            f"was asked for. Use more text, or a vocabulary of at most {reached}."
+        )
+    return trained
+
+
+def train_bpe_up_to(texts: Iterable[str], vocab_size: int, max_bytes: int | None = None) -> Tokenizer:
+    """A byte-level BPE with at most `vocab_size` entries: as many as the text has merges for."""
+    if vocab_size < SMALLEST_BPE:
+        raise DataError(
+            f"A byte-level vocabulary has at least {SMALLEST_BPE} entries (256 bytes and {END_OF_TEXT}), "
             f"but {vocab_size} was asked for."
         )
     core = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -253,12 +264,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int, max_bytes: int | None = Non
         show_progress=False,
     )
     core.train_from_iterator(_without_long_runs(_up_to(texts, max_bytes)), trainer=trainer)
-    reached = core.get_vocab_size(with_added_tokens=True)
-    if reached != vocab_size:
-        raise DataError(
-            f"The corpus supports a vocabulary of {reached} ({reached - smallest} merges), but {vocab_size} "
-            f"was asked for. Use more text, or a vocabulary of at most {reached}."
-        )
     trained = Tokenizer(core.to_str(), eos_token=END_OF_TEXT)
     mark_tried(trained.json_text)
     return trained

@@ -8,6 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from rush.records.metrics import MetricsRow
+from rush.records.start import StartRecord
 from rush.records.tune import TuneRecord
 from rush.report import formatting
 from rush.report.axes import Frame, x_axis, y_axis
@@ -74,6 +75,15 @@ def tune_html(record: TuneRecord) -> str:
         "peak memory": formatting.size(winner["peak_memory_bytes"]),
         "parity with plain fp32": parity["verdict"] if parity else "not proved",
     }
+    return str(figures(facts))
+
+
+def start_html(record: StartRecord) -> str:
+    """What was decided for a model and data, and what the planner expects of it."""
+    plan = record["plan"]
+    facts = {row["key"]: f"{row['value']} ({row['why']})" for row in record["decisions"]}
+    facts["memory"] = f"{formatting.size(plan['memory_bytes'])} of {formatting.size(plan['limit_bytes'])}"
+    facts["time"] = f"{plan['hours']:.2g} h, {plan['steps']:,} steps"
     return str(figures(facts))
 
 

@@ -1,0 +1,115 @@
+"""The model to start from: a Hugging Face folder, a run, a model of the hub, or a size by name (random weights).
+
+A recipe names a published size and the fields in which the model differs from it, so that any folder of a supported family can
+be trained. Nothing but settings and the tokenizer is read here: no weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rush.data.tokenizer import Tokenizer
+from rush.errors import DataError, RecipeError, nearest
+from rush.hub.config import shape_from_config
+from rush.hub.json_files import read_json
+from rush.hub.tokenizers import has_tokenizer, load_tokenizer
+from rush.models import SIZES, Shape, count_parameters
+from rush.models.shape import rope_type
+from rush.recipe_io import load_recipe
+from rush.records.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class StartModel:
+    name: str
+    """A published size, as in `model.name`."""
+    shape: Shape
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """`model.shape`: the fields in which it differs from that size."""
+    init_from: str | None = None
+    tokenizer: Tokenizer | None = None
+    """None: one will be trained on the data."""
+    weights: bool = True
+    """Whether the weights are there."""
+
+    @property
+    def parameters(self) -> int:
+        return count_parameters(self.shape)
+
+    @property
+    def pretrained(self) -> bool:
+        return self.init_from is not None
+
+
+def find_model(given: str) -> StartModel:
+    """The model of a folder or a name."""
+    if os.path.isdir(given):
+        return _of_folder(given)
+    if given in SIZES:
+        return StartModel(given, SIZES[given])
+    if "/" in given:
+        raise DataError(
+            f"there is no folder {given}. A model of the hub must be there before it is planned: fetch it with "
+            f"`hf download {given} --local-dir {given.rsplit('/', 1)[-1]}` and give that folder."
+        )
+    raise RecipeError(
+        f"there is no model {given!r}: neither a folder nor a size; {nearest(given, SIZES)} Give a Hugging Face folder to start "
+        "from its weights."
+    )
+
+
+def _of_folder(given: str) -> StartModel:
+    folder = Path(given)
+    run = RunFolder(folder)
+    if run.recipe.is_file():
+        recipe = load_recipe(str(run.recipe))
+        shape, weights = recipe.shape(), bool(run.checkpoints.steps())
+    elif (folder / "config.json").is_file():
+        shape = shape_from_config(read_json(folder / "config.json"))
+        weights = any(folder.glob("*.safetensors"))
+    else:
+        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
+        raise DataError(
+            f"{given} is neither a Hugging Face folder (no config.json) nor a run folder (no recipe.toml); found {found}."
+        )
+    if not has_tokenizer(folder):
+        raise DataError(
+            f"{given} has no tokenizer.json, and its weights only fit their own tokenizer; copy it from where the weights are from."
+        )
+    name, overrides = named_shape(shape)
+    return StartModel(name, shape, overrides, given, load_tokenizer(folder), weights)
+
+
+def named_shape(shape: Shape) -> tuple[str, dict[str, Any]]:
+    """The published size with the fewest other fields, and these fields as `model.shape` has them."""
+    choices = [(len(differing), name, differing) for name, differing in _differences(shape).items()]
+    if not choices:
+        raise DataError(f"rush has no size of the family {shape.family} that this model could be written as.")
+    _, name, differing = min(choices, key=lambda choice: choice[:2])
+    return name, {key: _written(key, getattr(shape, key)) for key in differing}
+
+
+def _differences(shape: Shape) -> dict[str, list[str]]:
+    return {
+        name: [
+            one.name
+            for one in dataclasses.fields(Shape)
+            if getattr(size, one.name) != getattr(shape, one.name)
+        ]
+        for name, size in SIZES.items()
+        if size.family == shape.family
+    }
+
+
+def _written(key: str, value: Any) -> Any:
+    if key != "rope_scaling":
+        return value
+    return (
+        {"rope_type": "default"}
+        if value is None
+        else {"rope_type": rope_type(value), **dataclasses.asdict(value)}
+    )
