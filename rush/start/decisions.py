@@ -6,6 +6,7 @@ whether a configuration can learn, and the validation loss whether it does.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ MOST_BROKEN = 0.01
 """Share of rows that are dropped; more are refused."""
 TOY = 50_000_000
 """Parameters below which published learning rates say nothing: the ready recipes for toy models are the guide."""
+CHECKS = 10
+SAVE_S = 600.0
 ALPACA = "Taori et al. 2023, Alpaca"
 QLORA = "Dettmers et al. 2023, arXiv:2305.14314"
 ZEPHYR = "Tunstall et al. 2023, arXiv:2310.16944"
@@ -115,10 +118,15 @@ def choose_sequence(lengths: LengthFacts, objective: str, context: int, gpu: boo
 
 
 def choose_too_long(lengths: LengthFacts, sequence: int, objective: str) -> Choice:
-    if lengths.longest <= sequence:
+    if lengths.longest <= sequence and (lengths.whole or 1.5 * lengths.longest <= sequence):
         return Choice("error", "no document is longer than the sequence")
     if objective == "dpo":
         return Choice("drop", "a pair with a shortened answer would compare something else")
+    if lengths.longest <= sequence:
+        return Choice(
+            "cut",
+            f"of {lengths.documents:,} documents {lengths.measured:,} were measured; a longer one loses its end",
+        )
     return Choice("cut", f"documents of up to {lengths.longest:,} tokens lose what is beyond {sequence:,}")
 
 
@@ -143,7 +151,7 @@ def choose_learning_rate(objective: str, method: str, parameters: int, pretraine
     if objective == "lm":
         return Choice(2e-5, f"further training of a finished model ({CODE_LLAMA}, long-context stage)")
     large = parameters > 10e9
-    return Choice(1e-5 if large else 2e-5, f"full fine-tuning of {'13B' if large else '7B'} ({ALPACA})")
+    return Choice(1e-5 if large else 2e-5, f"full fine-tuning, as of {'13B' if large else '7B'} ({ALPACA})")
 
 
 def choose_epochs(objective: str, documents: int, pretrained: bool) -> Choice:
@@ -209,6 +217,22 @@ def within_hours(epochs: float, epoch_s: float, hours: float | None, error: floa
         shown if shown <= fitting else max(1e-6, shown * 0.95),
         f"what fits {hours:g} h with the planner's expected error of {error:.0%}; {epochs:g} would take {epochs * epoch_s / 3600:.2g} h",
     )
+
+
+def choose_intervals(steps: int, step_s: float) -> dict[str, Choice]:
+    """Ten validations and samples in a run; checkpoints, which take longer, at most every ten minutes by plan."""
+    every = max(1, steps // CHECKS)
+    rare = max(every, math.ceil(SAVE_S / step_s))
+    saves = (
+        Choice(rare, f"every {rare * step_s / 60:.0f} min by plan")
+        if rare < steps
+        else Choice(0, "at the end: a short run")
+    )
+    return {
+        "run.validate_every": Choice(every, f"{CHECKS} times in some {steps:,} steps"),
+        "run.sample_every": Choice(every, "with the validations"),
+        "run.save_every": saves,
+    }
 
 
 def power_of_two(value: float) -> int:

@@ -7,8 +7,10 @@ reason; a line that is no JSON at all is counted, too, because a run stops there
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import heapq
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +89,11 @@ class LengthFacts:
     """Measured rows that cannot be encoded, with the reason."""
 
     @property
+    def whole(self) -> bool:
+        """Whether every document was measured."""
+        return self.measured >= self.documents
+
+    @property
     def tokens(self) -> int:
         """Tokens of all documents."""
         return round(self.mean * self.documents)
@@ -102,16 +109,13 @@ def read_data(paths: Sequence[str]) -> RowFacts:
 
 
 def _rows(paths: Sequence[str]) -> Iterator[tuple[Row, str | None]]:
-    """All rows; of a line that is no JSON object, its name and what is wrong with it."""
-    for unit in plan_units("files", [_literal(path) for path in paths]):
+    """All rows, named after the files as they were given; of a line that is no JSON object, also what is wrong with it."""
+    given = {os.path.abspath(os.path.expanduser(path)): path for path in paths}
+    for unit in plan_units("files", [glob.escape(path) for path in paths]):
         for piece in unit.slices:
-            yield from _slice_rows(piece)
-
-
-def _literal(path: str) -> str:
-    import glob
-
-    return glob.escape(path)
+            for row, problem in _slice_rows(piece):
+                name = given.get(piece.path, piece.path) + row.name.removeprefix(piece.path)
+                yield Row(name, row.values), problem
 
 
 def _slice_rows(piece: Slice) -> Iterator[tuple[Row, str | None]]:

@@ -24,9 +24,6 @@ from rush.start.methods import method_of, methods_for
 from rush.start.model import StartModel, find_model
 from rush.start.recipe_text import recipe_text
 
-CHECKS = 10
-"""Validations, checkpoints and samples in a run."""
-
 
 @dataclass(frozen=True)
 class Request:
@@ -206,7 +203,10 @@ def _finished(request: Request, found: Findings, fitted: Fit, drafted: Draft) ->
     else:
         steps = int(tree["schedule"]["steps"])
         epochs = steps * step_tokens / tokens
-    _set_intervals(tree, reasons, found.given, steps)
+    for key, choice in decisions.choose_intervals(steps, plan.time.step).items():
+        if key not in found.given:
+            tree["run"][key.removeprefix("run.")] = choice.value
+            reasons[key] = choice.why
     recipe = parse(tree)
     hours = (steps * plan.time.step + before) / 3600
     record = _record(request, found, fitted, drafted.tree, reasons, steps, epochs, hours)
@@ -216,14 +216,6 @@ def _finished(request: Request, found: Findings, fitted: Fit, drafted: Draft) ->
         plan,
         recipe_text(recipe, tree, _said(reasons, found.given), _head(request, record)),
     )
-
-
-def _set_intervals(tree: dict[str, Any], reasons: dict[str, str], given: dict[str, Any], steps: int) -> None:
-    every = max(1, steps // CHECKS)
-    for name in ("save_every", "validate_every", "sample_every"):
-        if f"run.{name}" not in given:
-            tree.setdefault("run", {})[name] = every
-    reasons["run.save_every"] = f"{CHECKS} times in some {steps:,} steps"
 
 
 def _said(reasons: dict[str, str], given: dict[str, Any]) -> dict[str, str]:
