@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rush.cli.options import Dtype, Json, MaxShardGb
-from rush.cli.output import note, print_json
+from rush.cli.output import next_step, note, print_json
 
 if TYPE_CHECKING:
     from rush.models import Shape
@@ -60,6 +60,16 @@ def export(
             print_json({"folder": str(to), "files": written})
         else:
             typer.echo(f"Wrote {to}: {', '.join(written)}.")
+            next_step(
+                "rush",
+                "merge",
+                str(to),
+                "--base",
+                str(base or "BASE"),
+                "--to",
+                "merged",
+                why="or load it with PEFT",
+            )
         return
     if base is not None:
         raise RecipeError("--base names the base of adapters; use it with --adapter (to merge: rush merge).")
@@ -79,3 +89,4 @@ def report_model(folder: Path, shape: Shape, json: bool) -> None:
         print_json({"folder": str(folder), "parameters": parameters, "files": files})
     else:
         typer.echo(f"Wrote {folder}: {parameters:,} parameters in {', '.join(files)}.")
+        next_step("rush", "generate", str(folder), "--prompt", "Once upon a time")

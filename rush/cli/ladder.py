@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rush.cli.options import ExtraTechniques, Json
-from rush.cli.output import note, print_json, print_table
+from rush.cli.output import next_step, note, print_json, print_table
 from rush.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -74,24 +73,22 @@ def ladder(
 
     typer.echo(headline(read_ladder(folder)))
     typer.echo(f"Record: {folder / 'ladder.json'}\nReport: {folder / 'report.html'}")
-    for line in _next_steps(folder, planned.recipe, view):
-        typer.echo(line)
+    if view in ("cumulative", "all"):
+        _say_next(folder, planned.recipe)
 
 
-def _next_steps(folder: Path, recipe: str, view: str) -> Iterator[str]:
+def _say_next(folder: Path, recipe: str) -> None:
     """Where the recipes are, and what one would type next."""
     from rush.lab.ladder.proven import FASTEST, SMALLEST
 
     fastest, smallest = folder / FASTEST, folder / SMALLEST
-    if view not in ("cumulative", "all"):
-        return
     if smallest.is_file():
-        yield f"Least memory: {smallest}"
+        typer.echo(f"Least memory: {smallest}")
     if fastest.is_file():
-        yield f"Recipe: {fastest}"
-        yield f"Next: rush train {shlex.quote(str(fastest))}"
+        typer.echo(f"Recipe: {fastest}")
+        next_step("rush", "train", str(fastest))
     else:
-        yield f"Next: rush tune {shlex.quote(recipe)} --budget 10m, which searches beyond these rungs."
+        next_step("rush", "tune", recipe, "--budget", "10m", why="searches beyond these rungs")
 
 
 def compare(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,6 +74,11 @@ def measuring_bar(refresh_per_second: float = 10) -> Iterator[Callable[[str, int
             bar.update(task, description=what, completed=done, total=total, visible=True)
 
         yield show
+
+
+def next_step(*words: str, why: str = "") -> None:
+    """The command that a person would type next, as the last line."""
+    echo(f"Next: {shlex.join(words)}{f'   # {why}' if why else ''}")
 
 
 def note(text: str) -> None:

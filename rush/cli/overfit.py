@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rush.cli.options import ExtraTechniques, Json, Overrides, RecipeName
-from rush.cli.output import echo, note, print_json
+from rush.cli.output import echo, next_step, note, print_json
 
 
 def overfit(
@@ -59,4 +59,6 @@ def overfit(
             typer.secho(mark, fg=colour, nl=False)
             echo(f" {check.name + ':':<12} {check.what}")
         echo(verdict.reason, fg="green" if verdict.can_learn else "red", bold=True)
+        if verdict.can_learn:
+            next_step("rush", "train", recipe, *(overrides or []))
     raise typer.Exit(0 if verdict.can_learn else 5)

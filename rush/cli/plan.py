@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rush.cli.options import ExtraTechniques, Json, OptionalRecipe, Overrides
-from rush.cli.output import print_json, print_table
+from rush.cli.output import next_step, print_json, print_table
 from rush.cli.plan_view import show_plan
 from rush.errors import RecipeError
 
@@ -70,6 +70,10 @@ def plan(
         "results"
     ),
     html: Annotated[Path | None, typer.Option(help="Also write the plan as an HTML page.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="With --search: write the fastest plan as a recipe to this .toml file."),
+    ] = None,
     technique: ExtraTechniques = None,
     json: Json = False,
 ) -> None:
@@ -95,6 +99,12 @@ def plan(
         ("--price", price is not None and tokens is None, "--tokens"),
         ("--beyond", beyond and not search, "--search"),
         ("--best", best is not None and not search, "--search"),
+        ("--out", out is not None and not search, "--search"),
+        (
+            "--out",
+            out is not None and beyond,
+            "a search without --beyond; the trainer cannot run those layouts",
+        ),
     )
     budget = None if tokens is None else count(tokens)
     if check:
@@ -112,7 +122,7 @@ def plan(
     from rush.techniques.api.own_files import added
 
     with added(technique or []):
-        _plan(recipe, overrides or [], machine, devices, nodes, link, network, network_cards, search, beyond, best, budget, price, html, json)  # fmt: skip
+        _plan(recipe, overrides or [], machine, devices, nodes, link, network, network_cards, search, beyond, best, budget, price, html, out, json)  # fmt: skip
 
 
 def _plan(
@@ -130,6 +140,7 @@ def _plan(
     budget: float | None,
     price: float | None,
     html: Path | None,
+    out: Path | None,
     json: bool,
 ) -> None:
     from rush.api import plan_recipe
@@ -142,7 +153,7 @@ def _plan(
     if search:
         limit_gb = chosen.run.memory_limit_gb
         target = find_target(machine, devices, nodes, link, network, network_cards, limit_gb=limit_gb)
-        _search(recipe, chosen, target, best or 3, beyond, budget, price, json, html)
+        _search(recipe, chosen, target, best or 3, beyond, budget, price, json, html, out)
         return
     found = plan_recipe(
         chosen,
@@ -194,6 +205,7 @@ def _search(
     price: float | None,
     json: bool,
     html: Path | None,
+    out: Path | None,
 ) -> None:
     from rush.plan import search
     from rush.plan.describe import describe
@@ -201,6 +213,8 @@ def _search(
     found = search(recipe, target, best=best, beyond=beyond)
     if html is not None:
         _page(name, list(found.best), list(found.lost), html, tokens, price)
+    if out is not None:
+        _write_best(name, recipe, found.best[0], out)
     if json:
         plans = [
             one.to_dict() | ({"budget": one.budget(tokens, price)} if tokens else {}) for one in found.best
@@ -231,6 +245,26 @@ def _search(
     show_plan(name, found.best[0], tokens, price)
     if html is not None:
         typer.echo(f"\nWritten: {html}")
+    typer.echo("")
+    if out is None:
+        if not beyond:
+            typer.echo("Next: the same with --out recipe.toml, which writes the fastest plan as a recipe.")
+    elif (nodes := target.devices // target.devices_per_node) > 1:
+        next_step("rush", "launch", str(out), "--nodes", str(nodes), "--gpus-per-node", str(target.devices_per_node), "--slurm")  # fmt: skip
+    else:
+        next_step("rush", "train", str(out), "--nproc", str(target.devices))
+
+
+def _write_best(name: str, recipe: Recipe, best: Plan, out: Path) -> None:
+    from rush.files import write_atomic
+    from rush.plan.describe import describe, recipe_of
+    from rush.recipe_io import write_toml
+
+    if out.exists():
+        raise RecipeError(f"{out} is there already; give another --out, or remove it.")
+    said = f"# The fastest plan of {name} for {best.target.devices:,} × {best.target.name}: {describe(best.spec)}.\n"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, said + write_toml(recipe_of(recipe, best.spec)))
 
 
 def _check(results: Path, json: bool) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from rush.cli.ladder import minutes, resumable
 from rush.cli.options import ExtraTechniques, Json, RecipeName
-from rush.cli.output import note, print_json
+from rush.cli.output import next_step, note, print_json
 
 if TYPE_CHECKING:
     from rush.lab.scaling.study import ScalingProgress
@@ -107,10 +107,21 @@ def scale(
     if json:
         print_json(record)
         return
-    from rush.report.scaling_words import headline
+    from rush.files import write_atomic
+    from rush.report.scaling_words import best_point, headline
 
     typer.echo(headline(record))
     typer.echo(f"Record: {folder / 'scale.json'}\nReport: {folder / 'report.html'}")
+    best, recipe_file = best_point(record), folder / "recipe.toml"
+    if best is None:
+        recipe_file.unlink(missing_ok=True)
+        return
+    write_atomic(
+        recipe_file,
+        f"# The fastest layout of this study that learns the same: {best['layout']}.\n{best['recipe']}",
+    )
+    typer.echo(f"Recipe: {recipe_file}")
+    next_step("rush", "train", str(recipe_file), "--nproc", str(best["devices"]))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rush.cli.options import ExtraTechniques, Json, OptionalRecipe, Overrides
-from rush.cli.output import note, print_json
+from rush.cli.output import next_step, note, print_json
 from rush.cli.shutdown import set_reporter
 from rush.errors import Diverged, Outage, RankLost, RecipeError, RushError
 from rush.ready import short_name
@@ -115,12 +115,12 @@ def train(
         f"{summary.tokens:,} tokens, {summary.epochs:.3g} passes over the data, {summary.tokens_per_s:,.0f} tokens/s."
     )
     if summary.interrupted:
-        many = f" --nproc {started_world()}" if started_world() > 1 else ""
-        typer.echo(f"Resume it with: rush train --out {folder} --resume{many}")
+        many = ["--nproc", str(started_world())] if started_world() > 1 else []
+        next_step("rush", "train", "--out", str(folder), "--resume", *many)
         raise typer.Exit(130)
     tuned = load_recipe(str(folder / "recipe.toml")).objective.kind != "lm"
-    command = f"rush chat {folder}" if tuned else f"rush generate {folder} --prompt 'def '"
-    typer.echo(f"Try it with: {command}")
+    try_it = ["chat", str(folder)] if tuned else ["generate", str(folder), "--prompt", "def "]
+    next_step("rush", *try_it)
 
 
 def _train_here(

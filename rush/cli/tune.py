@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 
 from rush.cli.ladder import minutes, resumable
 from rush.cli.options import ExtraTechniques, Json, Overrides, RecipeName, complete_recipe
-from rush.cli.output import note, print_json
+from rush.cli.output import next_step, note, print_json
 from rush.ready import short_name
 from rush.records.gains import judge
 from rush.records.life import life_words
@@ -130,7 +129,7 @@ def tune(
     typer.echo(f"Recipe: {folder / 'recipe.toml'}\nReport: {folder / 'report.html'}")
     words = ["rush", "train", str(folder / "recipe.toml")]
     words += [word for file in technique or [] for word in ("--technique", str(file))]
-    typer.echo(f"Train it with: {shlex.join(words)}")
+    next_step(*words)
 
 
 def summary(record: TuneRecord) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
+from typing import Any
 
 from rush.parallel import AXES
 from rush.plan.planning import Plan
 from rush.plan.spec import Spec
+from rush.recipe import Knob, Recipe
+from rush.recipe_io import changed
 from rush.techniques import registry
 from rush.techniques.api.contract import Alternative
 
@@ -23,6 +26,21 @@ def describe(spec: Spec) -> str:
     layout = [f"{axis} {spec.size(axis)}{_summary(spec, axis)}" for axis in AXES if spec.size(axis) > 1]
     how = [name for choice in Alternative for name in alternatives(choice) if spec.uses(name)]
     return ", ".join([*(layout or ["one device"]), f"micro {round(spec.micro / spec.rows)}", *how])
+
+
+def recipe_of(recipe: Recipe, spec: Spec) -> Recipe:
+    """The recipe with a plan's layout, micro batch, tokens per step and techniques."""
+    values: dict[str, Any] = {f"layout.{axis}": spec.size(axis) for axis in AXES}
+    values |= {"batch.micro": round(spec.micro / spec.rows), "batch.total_tokens": spec.step_tokens}
+    values["techniques"] = [_entry(name, knobs) for name, knobs in spec.techniques.items()]
+    return changed(recipe, values)
+
+
+def _entry(name: str, knobs: Mapping[str, Knob]) -> Any:
+    """A technique as a recipe names it: with the knobs that are not at their defaults."""
+    known = registry()[name].knobs
+    chosen = {knob: value for knob, value in knobs.items() if knob in known and value != known[knob].default}
+    return {"name": name, **chosen} if chosen else name
 
 
 def _summary(spec: Spec, axis: str) -> str:

@@ -15,15 +15,11 @@ from rush.report import formatting, headlines
 
 def headline(record: ScaleRecord) -> str:
     """The study in a few sentences: the fastest layout that learns the same on the most devices, or why there is none."""
-    equal = [
-        p for p in record["points"] if p["verdict"] == "equal" and p["tokens_per_s"] and p["devices"] > 1
-    ]
-    several = [p for p in equal if "strong" in p["efficiency"]] or [p for p in equal if p["efficiency"]]
-    if not several:
+    there = _on_most_devices(record)
+    if not there:
         return " ".join(_without_speed(record))
-    most = max(point["devices"] for point in several)
-    there = [p for p in several if p["devices"] == most]
     best = max(there, key=speed_of)
+    most = best["devices"]
     kind = "strong" if "strong" in best["efficiency"] else "weak"
     found = best["efficiency"][kind]
     low, high = found["ci95"]
@@ -35,6 +31,20 @@ def headline(record: ScaleRecord) -> str:
         f"{formatting.share(found['ratio'])} of what {most} devices could do ({formatting.share(low)} to {formatting.share(high)})"
         f"{_over_one(most, low, high, found['ratio'])}.{noise}"
     )
+
+
+def best_point(record: ScaleRecord) -> PointRecord | None:
+    """The fastest layout that learns the same, on the most devices."""
+    return max(_on_most_devices(record), key=speed_of, default=None)
+
+
+def _on_most_devices(record: ScaleRecord) -> list[PointRecord]:
+    """The points on the most devices that learn the same and have an efficiency, strong scaling first."""
+    equal = [
+        p for p in record["points"] if p["verdict"] == "equal" and p["tokens_per_s"] and p["devices"] > 1
+    ]
+    several = [p for p in equal if "strong" in p["efficiency"]] or [p for p in equal if p["efficiency"]]
+    return [p for p in several if p["devices"] == max(point["devices"] for point in several)]
 
 
 def _over_one(devices: int, low: float, high: float, ratio: float) -> str:

@@ -436,3 +436,19 @@ def test_the_title_names_the_model_that_is_planned() -> None:
         app, ["plan", "llama-3.1-8b", "model.name=llama-3.2-1b", "--machine", "h100-sxm", "--search"]
     )
     assert ran.stdout.startswith("llama-3.2-1b as llama-3.1-8b on 1 × h100-sxm")
+
+
+def test_the_fastest_plan_is_written_as_a_recipe_that_is_planned_alike(tmp_path: Path) -> None:
+    out = tmp_path / "recipe.toml"
+    words = ["plan", "llama-3.2-1b", "--machine", "h100-sxm", "--devices", "4", "--search"]
+    ran = CliRunner().invoke(app, [*words, "--out", str(out)])
+    assert ran.exit_code == 0, ran.output
+    assert ran.stdout.splitlines()[-1] == f"Next: rush train {out} --nproc 4"
+    best = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["best"][0]
+    again = CliRunner().invoke(app, ["plan", str(out), "--machine", "h100-sxm", "--devices", "4", "--json"])
+    assert json.loads(again.stdout)["tokens_per_s_per_device"] == pytest.approx(
+        best["tokens_per_s_per_device"]
+    )
+    refused = CliRunner().invoke(app, [*words, "--out", str(out)])
+    assert isinstance(refused.exception, RecipeError)
+    assert "is there already" in str(refused.exception)

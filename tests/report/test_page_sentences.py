@@ -66,6 +66,15 @@ def test_the_headline_of_a_study_follows_from_its_points(points: list[Any], says
     assert never not in said
 
 
+def test_the_recipe_of_a_study_is_of_the_fastest_layout_that_learns_the_same() -> None:
+    best = scaling_words.best_point(
+        _study(ONE, _point("ddp", 4, 2000.0), _point("zero3", 4, 1500.0), DIFFERENT)
+    )
+    assert best is not None
+    assert best["layout"] == "ddp"
+    assert scaling_words.best_point(_study(ONE, DIFFERENT)) is None
+
+
 def test_the_committed_study_says_what_its_table_shows() -> None:
     said = scaling_words.headline(read_scale(RESULTS / "scale-h200"))
     assert said.startswith("ddp and zero3 on 2 ranks learn what one rank learns")

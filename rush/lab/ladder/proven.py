@@ -7,7 +7,6 @@ varies, by gradient accumulation, where the rung's micro batches divide them. Ev
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 
 from rush.files import write_atomic
@@ -33,7 +32,7 @@ def write_proven(plan: LadderPlan, folder: Path) -> dict[str, RungView]:
     return proven
 
 
-def proven_rungs(view: LadderView) -> Mapping[str, RungView]:
+def proven_rungs(view: LadderView) -> dict[str, RungView]:
     """By file: the rung that the headline credits, and the usable one that learns the same in the least memory."""
     found: dict[str, RungView] = {}
     fastest = headlines.credited(view) or headlines.together(view)
