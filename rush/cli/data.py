@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from rush.cli import clean, inspect
-from rush.cli.options import ExecutorOptions, Json, Overrides, RecipeName, parse_options
+from rush.cli.options import DataFiles, ExecutorOptions, Json, Overrides, RecipeName, parse_options, with_data
 from rush.cli.output import echo, print_json, print_table
 from rush.errors import RecipeError
 
@@ -25,6 +25,7 @@ Prepared = Annotated[
 def prepare(
     recipe: RecipeName,
     overrides: Overrides = None,
+    data: DataFiles = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes. Default: all cores.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Prepare again even if it exists.")] = False,
     executor: Annotated[
@@ -46,7 +47,7 @@ def prepare(
     from rush.recipe_io import load_recipe
     from rush.training.corpus import preparation_of, prepare_on, prepare_with_bar
 
-    loaded = load_recipe(recipe, overrides or [], auto=True)
+    loaded = load_recipe(recipe, with_data(overrides, data), auto=True)
     if loaded.objective.kind != "lm":
         if executor != "plain" or tasks is not None or option:
             raise RecipeError(

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rush.cli.options import ExtraTechniques, Json
+from rush.cli.options import ExtraTechniques, Json, complete_ladder
 from rush.cli.output import next_step, note, print_json, print_table
 from rush.errors import RecipeError
+from rush.ready import LADDERS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,7 +25,13 @@ if TYPE_CHECKING:
 
 
 def ladder(
-    name: Annotated[str, typer.Argument(help="A ladder's name (tiny, gpt2-124m, …) or .toml file.")] = "tiny",
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="A ladder's name (tiny, gpt2-124m, …) or .toml file. Without one: the list of them.",
+            autocompletion=complete_ladder,
+        ),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
@@ -45,16 +52,18 @@ def ladder(
 
     Examples:
 
-      rush ladder
+      rush ladder tiny
 
       rush ladder llama-3.2-1b --out results/llama-1b --view all
 
       rush ladder tiny measure.processes=5 batch.micro=4
     """
     changes = list(overrides or [])
+    if name is None:
+        _list_ladders(json)
+        return
     if "=" in name:
-        changes.insert(0, name)
-        name = "tiny"
+        raise RecipeError(f"rush ladder needs a ladder's name before {name!r}: {', '.join(LADDERS.names())}.")
 
     from rush.api import run_ladder
     from rush.lab.ladder.ladder_file import load_ladder
@@ -75,6 +84,16 @@ def ladder(
     typer.echo(f"Record: {folder / 'ladder.json'}\nReport: {folder / 'report.html'}")
     if view in ("cumulative", "all"):
         _say_next(folder, planned.recipe)
+
+
+def _list_ladders(json: bool) -> None:
+    """The ready ladders, and what each is about."""
+    found = {name: str(LADDERS.read(LADDERS.find(name)).get("about", "")) for name in LADDERS.names()}
+    if json:
+        print_json([{"name": name, "about": about} for name, about in found.items()])
+        return
+    print_table(["ladder", "what it climbs"], [[name, about] for name, about in found.items()])
+    next_step("rush", "ladder", "tiny", why="a few minutes, on any machine")
 
 
 def _say_next(folder: Path, recipe: str) -> None:

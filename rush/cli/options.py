@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from rush.errors import RecipeError
-from rush.ready import RECIPES
+from rush.ready import LADDERS, RECIPES
 
 
 def complete_recipe(incomplete: str) -> list[str]:
     return [name for name in RECIPES.names() if name.startswith(incomplete)]
+
+
+def complete_ladder(incomplete: str) -> list[str]:
+    return [name for name in LADDERS.names() if name.startswith(incomplete)]
+
+
+def complete_key(incomplete: str) -> list[str]:
+    """Recipe keys, as in `batch.micro=`."""
+    from rush.recipe import Recipe
+
+    found = []
+    for name, field in Recipe.model_fields.items():
+        inner = getattr(field.annotation, "model_fields", None)
+        found += [f"{name}.{key}=" for key in inner] if inner else [f"{name}="]
+    return [key for key in found if key.startswith(incomplete)]
 
 
 _recipe = typer.Argument(
@@ -22,7 +38,19 @@ RecipeName = Annotated[str, _recipe]
 OptionalRecipe = Annotated[str | None, _recipe]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as in batch.micro=4 optimizer.lr=3e-4."),
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Overrides, as in batch.micro=4 optimizer.lr=3e-4.",
+        autocompletion=complete_key,
+    ),
+]
+DataFiles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data",
+        metavar="FILES",
+        help="Your own files or patterns instead of the recipe's data: data.source=files with these data.files. May be repeated.",
+    ),
 ]
 ExtraTechniques = Annotated[
     list[Path] | None,
@@ -51,3 +79,16 @@ def parse_options(words: list[str] | None) -> dict[str, str]:
         if "=" not in word:
             raise RecipeError(f"--option is {word!r}; write it as name=value.")
     return dict(word.split("=", 1) for word in words or ())
+
+
+def with_data(overrides: list[str] | None, files: list[str] | None) -> list[str]:
+    """The overrides, after those that --data stands for."""
+    given = list(overrides or [])
+    if not files:
+        return given
+    named = [word for word in given if word.split("=", 1)[0] in ("data.source", "data.files")]
+    if named:
+        raise RecipeError(
+            f"--data sets data.source and data.files; found {named[0]!r} beside it. Leave one of them out."
+        )
+    return ["data.source=files", f"data.files={json.dumps(files)}", *given]

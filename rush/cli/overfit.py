@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from rush.cli.options import ExtraTechniques, Json, Overrides, RecipeName
+from rush.cli.options import DataFiles, ExtraTechniques, Json, Overrides, RecipeName, with_data
 from rush.cli.output import echo, next_step, note, print_json
 
 
 def overfit(
     recipe: RecipeName,
     overrides: Overrides = None,
+    data: DataFiles = None,
     steps: Annotated[int, typer.Option(help="Maximum steps on the one batch.", min=10)] = 300,
     technique: ExtraTechniques = None,
     json: Json = False,
@@ -39,7 +40,8 @@ def overfit(
     from rush.training.failures import Phase, RunStatus, reporting_failures
     from rush.training.view import sparkline
 
-    chosen = load_recipe(recipe, overrides or [])
+    changes = with_data(overrides, data)
+    chosen = load_recipe(recipe, changes)
     with added(technique or []), reporting_failures(RunStatus(None, chosen, phase=Phase.ONE_BATCH)):
         verdict = overfit_recipe(chosen, steps, (lambda text: None) if json else note)
     if json:
@@ -60,5 +62,5 @@ def overfit(
             echo(f" {check.name + ':':<12} {check.what}")
         echo(verdict.reason, fg="green" if verdict.can_learn else "red", bold=True)
         if verdict.can_learn:
-            next_step("rush", "train", recipe, *(overrides or []))
+            next_step("rush", "train", recipe, *changes)
     raise typer.Exit(0 if verdict.can_learn else 5)

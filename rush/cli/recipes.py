@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from rush.cli.options import Json, Overrides, RecipeName
-from rush.cli.output import print_json, print_table
+from rush.cli.output import next_step, print_json, print_table
 
 app = typer.Typer(
     help="List the ready recipes, print one in full, or print the JSON Schema.", no_args_is_help=False
@@ -40,19 +40,20 @@ def _list(context: typer.Context, json: Json = False) -> None:
         print_json(rows)
         return
     print_table(
-        ["recipe", "parameters", "GFLOP/token", "tokens/step", "steps", "what it is"],
+        ["recipe", "size", "length", "what it is"],
         [
             [
                 row["name"],
-                f"{row['parameters']:,}",
-                f"{row['flops_per_token'] / 1e9:.3g}",
-                f"{row['step_tokens']:,}",
-                f"{row['steps']:,}" if row["steps"] else f"{row['epochs']:g} epochs",
+                f"{row['parameters'] / 1e9:.3g}B"
+                if row["parameters"] >= 1e9
+                else f"{row['parameters'] / 1e6:.3g}M",
+                f"{row['steps']:,} steps" if row["steps"] else f"{row['epochs']:g} epochs",
                 row["about"],
             ]
             for row in rows
         ],
     )
+    next_step("rush", "train", "tiny", why="or `rush recipes show NAME` for every key")
 
 
 @app.command()

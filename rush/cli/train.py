@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rush.cli.options import ExtraTechniques, Json, OptionalRecipe, Overrides
+from rush.cli.options import DataFiles, ExtraTechniques, Json, OptionalRecipe, Overrides, with_data
 from rush.cli.output import next_step, note, print_json
 from rush.cli.shutdown import set_reporter
 from rush.errors import Diverged, Outage, RankLost, RecipeError, RushError
@@ -32,6 +32,7 @@ RESTARTS = 3
 def train(
     recipe: OptionalRecipe = None,
     overrides: Overrides = None,
+    data: DataFiles = None,
     out: Annotated[Path | None, typer.Option(help="Run folder. Default: runs/RECIPE-DATE.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out, bit for bit.")] = False,
     nproc: Annotated[
@@ -76,7 +77,7 @@ def train(
     Under torchrun, srun or another launcher that sets RANK and WORLD_SIZE, omit --nproc. `rush launch` writes the batch
     script for a cluster.
     """
-    changes = list(overrides or [])
+    changes = with_data(overrides, data)
     if recipe is not None and "=" in recipe:
         changes.insert(0, recipe)
         recipe = None

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rush.cli.ladder import minutes, resumable
-from rush.cli.options import ExtraTechniques, Json, Overrides, RecipeName, complete_recipe
+from rush.cli.options import (
+    DataFiles,
+    ExtraTechniques,
+    Json,
+    Overrides,
+    RecipeName,
+    complete_recipe,
+    with_data,
+)
 from rush.cli.output import next_step, note, print_json
 from rush.ready import short_name
 from rush.records.gains import judge
@@ -32,6 +40,7 @@ TRIED = ("start", "ahead", "lost", "won", "failed", "different", "no effect", "u
 def tune(
     recipe: RecipeName = "tiny",
     overrides: Overrides = None,
+    data: DataFiles = None,
     budget: Annotated[
         str,
         typer.Option(
@@ -95,7 +104,7 @@ def tune(
 
       rush tune qlora --objective memory --keep-speed 0.5
     """
-    changes = list(overrides or [])
+    changes = with_data(overrides, data)
     if "=" in recipe:
         changes.insert(0, recipe)
         recipe = "tiny"
