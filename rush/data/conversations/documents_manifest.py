@@ -28,10 +28,11 @@ from rush.data.shards import SPLITS, check_ids
 from rush.errors import DataError
 
 FORMAT = "rush-documents"
-VERSION = 3
+VERSION = 4
 """Version of the files and their content: increase it when the same rows give other documents."""
-READABLE = (2, 3)
-"""3: control tokens that are not special are text in questions, and tools are written."""
+READABLE = (2, 3, 4)
+"""3: control tokens that are not special are text in questions, and tools are written. 4: calls and results of tools, and
+thoughts, are written."""
 SUFFIXES = ("bin", "trn", "idx", "ids")
 EXAMPLES = 3
 ASKED: dict[str, type] = {

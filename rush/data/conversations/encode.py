@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rush.data.conversations.templates import Template
-from rush.data.conversations.turns import BadRow, Conversation, Text, Turn
+from rush.data.conversations.turns import REASONING, BadRow, Conversation, Text, Turn
 from rush.data.tokenizer import Tokenizer
 from rush.errors import DataError
 
@@ -164,7 +164,7 @@ class _Encoder:
 
     def pieces(self, conversation: Conversation, *, generation: bool) -> list[tuple[_Piece, list[int]]]:
         """The pieces of the rendered conversation with their ids; with `generation`, up to the next answer."""
-        _check_turns_appear(self.template, tuple(turn.role for turn in conversation.turns))
+        _check_turns_appear(self.template, tuple(map(_outline, conversation.turns)))
         if conversation.tools_json is not None:
             _check_tools_appear(self.template, conversation)
         text, guard, answers = self._rendered(conversation, generation)
@@ -183,22 +183,36 @@ class _Encoder:
     ) -> tuple[str, str, list[tuple[int, int]]]:
         """The guarded text, the guard, and the start and end of each answer."""
         turns, tools = conversation.turns, conversation.tools
-        content = "".join(turn.content for turn in turns) + (
-            json.dumps(tools, ensure_ascii=False) if tools else ""
-        )
+        content = "".join(turn.content + (turn.more_json or "") for turn in turns)
+        content += json.dumps(tools, ensure_ascii=False) if tools else ""
         free = [mark for mark in _NONCHARACTERS if mark not in content]
         if len(free) < 3:
             raise BadRow(
                 "unreadable characters", "the turns hold all the noncharacters that Unicode reserves"
             )
         guard, *marks = free[:3]
-        guarded = [replace(turn, content=self._guarded(turn, guard)) for turn in turns]
-        tools = _each_text(tools, lambda text: self._guarded(Turn("system", text), guard))
+        guarded = [self._guarded_turn(turn, guard) for turn in turns]
+        tools = _each_text(tools, lambda text: self._guarded(Turn("system", text), guard), self.controls)
         if self.template.marked:
             text, answers = self._marked_answers(guarded, tools, (marks[0], marks[1]), generation)
         else:
             text, answers = self._nested_answers(guarded, tools, generation)
+        if f"\\u{ord(guard):04x}" in text:
+            raise BadRow(
+                "unreadable characters",
+                "the template writes the name of a control token in JSON of ASCII letters, where it cannot be told from the token",
+            )
         return text, guard, [self._with_its_end(text, start, stop) for start, stop in answers]
+
+    def _guarded_turn(self, turn: Turn, guard: str) -> Turn:
+        if turn.more_json is None:
+            return replace(turn, content=self._guarded(turn, guard))
+        more = _each_text(
+            turn.more, lambda text: self._guarded(replace(turn, content=text), guard), self.controls
+        )
+        return replace(
+            turn, content=self._guarded(turn, guard), more_json=json.dumps(more, ensure_ascii=False)
+        )
 
     def _guarded(self, turn: Turn, guard: str) -> str:
         """White space is not guarded, so that templates can trim it; nor the marks of an answer that are not special."""
@@ -311,19 +325,41 @@ def _split(text: str, answers: list[tuple[int, int]]) -> list[_Piece]:
     return [*pieces, _Piece(text[at:], -1)]
 
 
+def _outline(turn: Turn) -> Turn:
+    """A turn without its text, but not without its calls: all that decides whether a template writes it."""
+    return replace(turn, content="…" if turn.content.strip() else "", trained=None)
+
+
 @functools.lru_cache(maxsize=4096)
-def _check_turns_appear(template: Template, roles: tuple[str, ...]) -> None:
-    """Check that the template writes every turn, once per sequence of roles."""
-    turns = [Turn(role, f"turn{place}of{len(roles)}") for place, role in enumerate(roles)]
+def _check_turns_appear(template: Template, outlines: tuple[Turn, ...]) -> None:
+    """Check that the template writes every turn, once per sequence of roles; and the calls and thoughts of answers."""
+    turns = [
+        replace(turn, content=f"turn{place}of{len(outlines)}" if turn.content else "")
+        for place, turn in enumerate(outlines)
+    ]
     text = template.render(turns)
+    roles = ", ".join(turn.role for turn in turns)
     missing = [
         f"{place} ({turn.role})" for place, turn in enumerate(turns, start=1) if turn.content not in text
     ]
     if missing:
         raise DataError(
-            f"The template ({template.name}) drops turn {', '.join(missing)} of a conversation of {', '.join(roles)}: "
+            f"The template ({template.name}) drops turn {', '.join(missing)} of a conversation of {roles}: "
             "what it leaves out would silently not be learned from. Use another template, or remove such turns."
         )
+    for place, turn in enumerate(turns, start=1):
+        if lost := [name for name in turn.calls if name not in text]:
+            raise BadRow(
+                "tool calls",
+                f"turn {place} calls {lost[0]}, which the template ({template.name}) does not write; use the template of a model "
+                "that was trained with tools",
+            )
+        if REASONING in turn.more and not template.writes_thoughts:
+            raise BadRow(
+                "thoughts",
+                f"turn {place} has thoughts ({REASONING}), which the template ({template.name}) does not write; use the template of "
+                "a model that thinks, or remove the field",
+            )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -341,12 +377,15 @@ def _check_tools_appear(template: Template, conversation: Conversation) -> None:
     )
 
 
-def _each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with every text in it changed, names included."""
+def _each_text(value: Any, change: Callable[[str], str], controls: re.Pattern[str]) -> Any:
+    """A JSON value with every text in it changed; also names that hold a control token (templates look for the others)."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [_each_text(item, change) for item in value]
+        return [_each_text(item, change, controls) for item in value]
     if isinstance(value, dict):
-        return {change(name): _each_text(item, change) for name, item in value.items()}
+        return {
+            change(name) if controls.search(name) else name: _each_text(item, change, controls)
+            for name, item in value.items()
+        }
     return value

@@ -7,7 +7,9 @@ text         text (or the field that data.text_field names)
 preference   chosen and rejected, as texts beside a prompt, or as conversations that share a beginning
 
 In all formats but text, the field system (or system_prompt) is a system turn at the start. A turn may have a weight: 0 is not
-trained, 1 is trained. The field tools (a list of JSON schemas) goes to the chat template. Tool calls are refused. Other fields are unused, and listed by `read_fields`. A null counts as missing.
+trained, 1 is trained. The field tools (a list of JSON schemas) goes to the chat template, and so do the tool_calls of an answer,
+the results of tools (role tool) and the thoughts of an answer (reasoning_content). Other fields are unused, and listed by
+`read_fields`. A null counts as missing.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from rush.data.conversations.turns import (
+    REASONING,
     ROLES,
     BadRow,
     Conversation,
@@ -37,10 +40,11 @@ ANSWER_FIELDS = ("completion", "response", "answer")
 INPUT_FIELDS = ("input", "context")
 OUTPUT_FIELDS = ("output", "response")
 SYSTEM_FIELDS = ("system", "system_prompt")
-CALL_FIELDS = ("tool_calls", "function_call")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # Other names of the roles in published data.
 _ALIASES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
+    "function": "tool", "observation": "tool", "ipython": "tool",
 }  # fmt: skip
 FORMATS = ("chat", "prompt", "instruction", "text", "preference")
 
@@ -170,10 +174,7 @@ def _tools(fields: _Fields) -> str | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise BadRow("tools", f"tools must be a list of JSON schemas; found {type(tools).__name__}")
-    try:
-        return json.dumps(tools, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise BadRow("tools", f"tools cannot be written as JSON ({error})") from error
+    return _json(tools, "tools")
 
 
 def _with_system(fields: _Fields, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
@@ -242,14 +243,16 @@ def _pair_of_conversations(fields: _Fields, chosen: tuple[Turn, ...], rejected: 
     if not starts_anew and fields.has("prompt"):
         # Only the answers are given; the prompt is another field.
         return Pair(_prompt_turns(fields, "prompt"), chosen, rejected)
-    ours, theirs = ([(turn.role, turn.content) for turn in turns] for turns in (chosen, rejected))
+    ours, theirs = (
+        [(turn.role, turn.content, turn.more_json) for turn in turns] for turns in (chosen, rejected)
+    )
     if ours == theirs:
         raise BadRow("chosen equals rejected", "chosen and rejected are the same conversation")
     shared = 0
     while shared < min(len(ours), len(theirs)) and ours[shared] == theirs[shared]:
         shared += 1
-    # Equal answers are part of the prompt, whose last turn is the question.
-    if not shared or chosen[shared - 1].role != "user":
+    # Equal answers are part of the prompt, whose last turn is the question or the result of a tool.
+    if not shared or chosen[shared - 1].role not in ("user", "tool"):
         raise BadRow(
             "no common prompt",
             "chosen and rejected do not answer the same question: "
@@ -293,14 +296,83 @@ def _turn(message: _Fields, where: str) -> Turn:
     known = _ALIASES.get(role, role) if isinstance(role, str) else None
     if known not in ROLES:
         raise BadRow("unknown role", f"{where} has the role {role!r}. Allowed: {', '.join(ROLES)}")
-    if called := next((name for name in CALL_FIELDS if message.take(name)), None):
-        raise BadRow("tool calls", f"{where} has {called}, which is not supported")
+    more = _more(message, str(known), where)
     content = message.take(message.first(("content", "value")))
+    if content is None and "tool_calls" in more:
+        content = ""
     if isinstance(content, list) and all(
         isinstance(part, Mapping) and part.get("type") == "text" for part in content
     ):
         content = "".join(_string(part.get("text"), f"{where}.content") for part in content)
-    return Turn(known, _string(content, f"{where}.content"), _trained(message.take("weight"), where))
+    trained = _trained(message.take("weight"), where)
+    return Turn(
+        known,
+        _string(content, f"{where}.content"),
+        trained,
+        _json(more, f"{where}'s fields") if more else None,
+    )
+
+
+def _more(message: _Fields, role: str, where: str) -> dict[str, Any]:
+    """What a template may read besides role and content."""
+    if message.take("function_call"):
+        raise BadRow("tool calls", f"{where} has function_call; write the call as tool_calls")
+    more: dict[str, Any] = {}
+    calls = message.take("tool_calls")
+    if calls:
+        if role != "assistant":
+            raise BadRow("tool calls", f"{where} has tool_calls, but the {role} calls no tools")
+        more["tool_calls"] = _calls(calls, where)
+    if role == "tool":
+        for name in ("name", "tool_call_id"):
+            if (value := message.take(name)) is not None:
+                more[name] = _string(value, f"{where}.{name}")
+    field = message.first(REASONING_FIELDS) if role == "assistant" else None
+    if field is not None and (thoughts := _string(message.take(field), f"{where}.{field}")):
+        more[REASONING] = thoughts
+    return more
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Tool calls as templates want them: arguments as an object, also where a dataset wrote them as a JSON text."""
+    if isinstance(calls, str):
+        calls = _parsed(calls, f"{where} has tool_calls that are")
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise BadRow("tool calls", f"{where} has tool_calls that are no list of calls")
+    found = []
+    for call in calls:
+        function = call.get("function", call)
+        if (
+            not isinstance(function, Mapping)
+            or not isinstance(function.get("name"), str)
+            or not function["name"]
+        ):
+            raise BadRow("tool calls", f"{where} has tool_calls without the name of a function")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            arguments = _parsed(arguments or "{}", f"{where} has tool_calls whose arguments are")
+        if not isinstance(arguments, Mapping):
+            raise BadRow("tool calls", f"{where} has tool_calls whose arguments are no JSON object")
+        whole = {**function, "arguments": arguments}
+        found.append({**call, "function": whole} if "function" in call else whole)
+    return found
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRow("tool calls", f"{what} a text that is no JSON") from error
+
+
+def _json(value: Any, what: str) -> str:
+    """A value as JSON that can be encoded."""
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRow("tools", f"{what} cannot be written as JSON ({error})") from error
+    return text
 
 
 def _trained(weight: Any, where: str) -> bool | None:
@@ -328,8 +400,8 @@ def _string(value: Any, field: str) -> str:
     return value
 
 
-def _stripped(turns: tuple[Turn, ...]) -> list[tuple[str, str]]:
-    return [(turn.role, turn.content.strip()) for turn in turns]
+def _stripped(turns: tuple[Turn, ...]) -> list[tuple[str, str, str | None]]:
+    return [(turn.role, turn.content.strip(), turn.more_json) for turn in turns]
 
 
 _READERS: dict[str, Callable[[_Fields], Sample]] = {

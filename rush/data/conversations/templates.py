@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rush.data.chat import OWN, reads_tools, render_parts
-from rush.data.conversations.turns import Turn
+from rush.data.conversations.turns import REASONING, Turn
 from rush.data.tokenizer import Tokenizer
 from rush.errors import RecipeError, nearest
 
@@ -91,6 +91,11 @@ class Template:
         """Whether it reads the tools of a conversation."""
         return _takes_tools(self.source)
 
+    @property
+    def writes_thoughts(self) -> bool:
+        """Whether it looks at the thoughts of an answer."""
+        return any(name in self.source for name in (REASONING, "thinking"))
+
     def render(self, turns: Sequence[Turn], *, generation: bool = False) -> str:
         return self.render_parts(turns, [(len(turns), generation)])[0]
 
@@ -105,7 +110,7 @@ class Template:
         """One text per part: the first so many turns, with or without the generation prompt."""
         return render_parts(
             self.source,
-            [{"role": turn.role, "content": turn.content} for turn in turns],
+            [turn.message for turn in turns],
             parts,
             tools=tools,
             date=TRAINING_DATE,

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+REASONING = "reasoning_content"
 MOST_TURNS = 2000
 """A template is rendered up to every answer: the time grows with the square of the turns."""
 
@@ -26,6 +27,23 @@ class Turn:
     content: str
     trained: bool | None = None
     """Whether it is a target, by its weight (1 or 0); None: by the objective."""
+    more_json: str | None = None
+    """Further fields that templates read, as a JSON object: tool_calls, tool_call_id, name, reasoning_content."""
+
+    @property
+    def more(self) -> dict[str, Any]:
+        found: dict[str, Any] = {} if self.more_json is None else json.loads(self.more_json)
+        return found
+
+    @property
+    def calls(self) -> list[str]:
+        """The names of the functions that it calls."""
+        return [call.get("function", call)["name"] for call in self.more.get("tool_calls", ())]
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The turn as a chat template reads it."""
+        return {"role": self.role, "content": self.content, **self.more}
 
 
 @dataclass(frozen=True)
@@ -92,31 +110,43 @@ def _joined(turns: Sequence[Turn]) -> str:
 
 
 def check_order(turns: Sequence[Turn]) -> None:
-    """Check the order: an optional system turn, then user and assistant alternately, the assistant last."""
+    """Check the order: an optional system turn, then user and assistant alternately, the assistant last. After an answer that
+    calls tools come their results, and the next answer."""
     if len(turns) > MOST_TURNS:
         raise BadRow(
             "too many turns", f"the conversation has {len(turns):,} turns; at most {MOST_TURNS:,} are read"
         )
     roles = [turn.role for turn in turns]
-    talk = roles[1:] if roles[:1] == ["system"] else roles
-    expected = ["user", "assistant"] * ((len(talk) + 1) // 2)
+    talk = list(turns[1:] if roles[:1] == ["system"] else turns)
     if not talk:
         raise BadRow("no answer", "the conversation holds no question and no answer")
-    for place, (found, wanted) in enumerate(zip(talk, expected, strict=False), start=len(roles) - len(talk)):
-        if found != wanted:
+    wanted: tuple[str, ...] = ("user",)
+    for place, turn in enumerate(talk, start=len(turns) - len(talk)):
+        if turn.role not in wanted:
             raise BadRow(
                 "roles out of order",
-                f"turn {place + 1} is the {found}'s where the {wanted}'s is due; a conversation is an optional system "
+                f"turn {place + 1} is the {turn.role}'s where the {wanted[0]}'s is due; a conversation is an optional system "
                 f"turn, then user and assistant in turn (found: {', '.join(roles)})",
             )
-    if talk[-1] != "assistant":
+        wanted = _following(turn)
+    if talk[-1].role != "assistant":
         raise BadRow(
-            "no answer", f"the last turn is the {talk[-1]}'s, so there is no answer to it to learn from"
+            "no answer", f"the last turn is the {talk[-1].role}'s, so there is no answer to it to learn from"
         )
 
 
+def _following(turn: Turn) -> tuple[str, ...]:
+    """The roles that may come after a turn."""
+    if turn.role == "tool":
+        return ("assistant", "tool")
+    if turn.role == "user":
+        return ("assistant",)
+    return ("tool",) if turn.calls else ("user",)
+
+
 def check_contents(turns: Sequence[Turn]) -> None:
+    """Only a call and the result of a tool may be without a text."""
     for place, turn in enumerate(turns, start=1):
-        if not turn.content.strip():
+        if not turn.content.strip() and turn.role != "tool" and not turn.calls:
             what = {"assistant": "answer", "user": "question", "system": "system turn"}[turn.role]
             raise BadRow(f"empty {what}", f"turn {place}, the {turn.role}'s, is empty")
