@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from rush.cli import command
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -64,6 +68,41 @@ def test_every_room_is_in_the_table_of_rooms() -> None:
 def test_lines_fit_a_screen(page: Path) -> None:
     limit = 100 if page.name == "README.md" else 120
     assert [line for line in _prose(page) if len(line) > limit] == []
+
+
+def test_the_readme_is_read_in_a_few_minutes() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", [*HAND_WRITTEN, *sorted(ROOT.glob("docs/finetuning/*.md"))], ids=_name)
+def test_every_command_that_a_page_shows_is_understood(page: Path) -> None:
+    """Names of commands, options and the number of arguments; nothing is run."""
+    for words in _commands(page):
+        group: Any = command()
+        names = list(words)
+        while hasattr(group, "commands") and (names or not group.invoke_without_command):
+            assert names, words
+            assert names[0] in group.commands, words
+            group = group.commands[names.pop(0)]
+        try:
+            group.make_context("rush", names)
+        except Exception as error:
+            told = getattr(error, "format_message", None)
+            if told is not None:  # and not an exit, as by --help
+                pytest.fail(f"{' '.join(words)}: {told()}")
+
+
+def _commands(page: Path) -> Iterator[list[str]]:
+    """The words of every `rush` command in a block of shell commands, and in the README's table."""
+    text = page.read_text("utf-8")
+    for block in re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("rush "):
+                yield shlex.split(line, comments=True)[1:]
+    if page == ROOT / "README.md":
+        for row in (line for line in text.splitlines() if line.startswith("|")):
+            words = [shlex.split(found) for found in re.findall(r"`rush ([^`]+)`", row)]
+            yield from (one for one in words if len(one) > 1)
 
 
 def _prose(page: Path) -> Iterator[str]:

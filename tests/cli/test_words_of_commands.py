@@ -21,7 +21,7 @@ def test_data_stands_for_two_overrides() -> None:
     assert (recipe.data.source, recipe.data.files) == ("files", ["a b/*.jsonl", "c.txt"])
     assert recipe.micro == 4
     assert with_data(["batch.micro=4"], None) == ["batch.micro=4"]
-    with pytest.raises(RecipeError, match="found 'data.source=hub:a/b' beside it"):
+    with pytest.raises(RecipeError, match=r"found 'data\.source=hub:a/b' beside it"):
         with_data(["data.source=hub:a/b"], ["a.txt"])
 
 
