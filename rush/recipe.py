@@ -54,7 +54,8 @@ class ModelSection(Section):
     name: str
     """A published size (see `rush recipes`); `shape` may override fields of it."""
     init_from: str | None = None
-    """A run folder or a Hugging Face folder with the initial weights; random weights without it."""
+    """The initial weights: a run folder, a Hugging Face folder, or an id on the hub, `OWNER/NAME` or `OWNER/NAME@REVISION`; random
+    weights without it. A run records the commit of an id."""
     shape: dict[str, int | float | bool | dict[str, int | float | str]] = {}
     """Fields of the shape to override, as in `model.shape.num_layers = 2`. RoPE scaling is a table:
     `model.shape.rope_scaling = {rope_type = "linear", factor = 4.0}`, or `llama3` with `low_freq_factor`, `high_freq_factor` and
@@ -63,7 +64,8 @@ class ModelSection(Section):
 
 class DataSection(Section):
     source: str = "python-stdlib"
-    """`python-stdlib`, `files`, `fineweb-edu`, `redpajama`, or `hub:OWNER/NAME[:CONFIG[:SPLIT]]` for any dataset on the hub.
+    """`python-stdlib`, `python-packages` (with the packages that rush needs), `files`, `fineweb-edu`, `redpajama`, or
+    `OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]` for any dataset on the hub (with `hub:` before it where OWNER is a folder here).
     For fine-tuning also `python-docstrings`, `python-docstring-pairs`, `python-readings`, `ultrachat` and `ultrafeedback`."""
     files: list[str] = []
     """Paths or globs of .jsonl, .json, .csv, .tsv or .parquet files, or of text; with a named source, local files in its schema."""

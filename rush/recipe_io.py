@@ -3,6 +3,9 @@
 A recipe is found by name (the ready ones in `recipes/`) or by path. An override is `key=value` with a dotted key;
 the value is parsed as TOML, or else taken as a string. A list also takes `techniques+=compile` and
 `techniques-=compile`; an optional key takes `none`, which gives it its default again.
+
+A recipe file may have a table `published`: the published data and tokenizer, for whoever can download them, where the recipe itself
+reads text that is on every machine. `data=published` takes it.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from pydantic import BaseModel, ValidationError
 from rush.errors import RecipeError, nearest
 from rush.models import SIZES
 from rush.ready import RECIPES
-from rush.recipe import AUTO, FORMER_NAMES, LARGEST_PASS, Recipe
+from rush.recipe import AUTO, FORMER_NAMES, LARGEST_PASS, DataSection, Recipe
 
+PUBLISHED = "published"
 _OVERRIDE = re.compile(r"^([A-Za-z_][\w.-]*?)\s*(\+=|-=|=)(.*)$", re.DOTALL)
 
 
@@ -54,6 +58,9 @@ def read_tree(name_or_path: str) -> dict[str, Any]:
 
 def parse(tree: Mapping[str, Any], *, auto: bool = False) -> Recipe:
     """A validated recipe from a tree of plain values."""
+    if isinstance(tree, dict) and PUBLISHED in tree:
+        _published(tree)
+        tree = {key: value for key, value in tree.items() if key != PUBLISHED}
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
@@ -103,6 +110,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise RecipeError(f"the override {override!r} is not valid; write key=value, as in batch.micro=32.")
     key, operator, text = match.groups()
     value = _read_value(text.strip())
+    if (key, operator, value) == ("data", "=", PUBLISHED):
+        _take_published(tree)
+        return
     if operator == "=" and value == "none" and '"' not in text and _optional(key):
         _remove(tree, key)
         return
@@ -126,6 +136,33 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             raise RecipeError(f"{override!r}: {name!r} is not in {key}, which is {node}.")
         node = kept
     assign(tree, key, node)
+
+
+def _published(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The table of published data in a recipe's tree; empty without one."""
+    values = tree.get(PUBLISHED, {})
+    known = [f"data.{name}" for name in DataSection.model_fields]
+    if not isinstance(values, dict):
+        raise RecipeError(f"{PUBLISHED} is {_short(values)}; allowed: a table of data. keys.")
+    for key in values:
+        if key not in known:
+            raise RecipeError(
+                f"{PUBLISHED}.{_short(key)} is not a key of a recipe's data; {nearest(key, known)}"
+            )
+    return values
+
+
+def _take_published(tree: dict[str, Any]) -> None:
+    """Take the published data of a recipe, instead of text that is on every machine."""
+    values = _published(tree)
+    if not values:
+        raise RecipeError(
+            f"data={PUBLISHED} needs a recipe file with a table [{PUBLISHED}], as the ready recipes of published models have; here "
+            "set data.source, data.tokenizer and data.template."
+        )
+    _remove(tree, "data.vocab_size")
+    for key, value in values.items():
+        assign(tree, key, value)
 
 
 def _optional(key: str) -> bool:

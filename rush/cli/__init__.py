@@ -29,6 +29,7 @@ from rush.cli import (
     overfit,
     plan,
     probe,
+    push,
     recipes,
     scale,
     start,
@@ -73,6 +74,7 @@ app.command("generate")(generate.generate)
 app.command("chat")(generate.chat)
 app.command("export")(export.export)
 app.command("merge")(merge.merge)
+app.command("push")(push.push)
 app.add_typer(bench.app, name="bench")
 app.add_typer(recipes.app, name="recipes")
 app.add_typer(data.app, name="data")

@@ -1,24 +1,36 @@
-"""Text sources: files, the Python standard library, or a dataset on the Hugging Face hub.
+"""Text sources: files, the Python standard library and packages, or a dataset on the Hugging Face hub.
 
 `plan_units` divides a source into units of work by file sizes alone, and `read_unit` reads one. A unit is one worker's task,
 becomes one shard, and is not repeated after an interruption. Units do not depend on the number of workers, so the result does
 not either. `describe_source` identifies a source without reading it.
 
-The default source, `python-stdlib`, is on every machine: some 10 MB of text that needs no network.
+The default source, `python-stdlib`, is on every machine: some 10 MB of text that needs no network. `python-packages` adds the
+sources of the packages that rush needs, torch above all: some 80 MB, for the larger models.
 """
 
 from __future__ import annotations
 
 import glob
+import hashlib
+import json
 import os
 import platform
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rush.data.hub_datasets import HubDataset, hub_slices, read_hub_slice
+from rush.data.hub_client import Note
+from rush.data.hub_datasets import (
+    ALLOWED,
+    HubDataset,
+    at_commit,
+    dataset_named,
+    hub_slices,
+    read_hub_slice,
+)
 from rush.data.readers import Document, Slice, file_kind, read_slice, slice_file
 from rush.errors import DataError, MachineError, RecipeError, nearest
 
@@ -40,13 +52,22 @@ HUB_SOURCES = {
         "togethercomputer/RedPajama-Data-1T-Sample", columns=("text", "meta", "red_pajama_subset")
     ),
 }  # fmt: skip
-LOCAL_SOURCES = ("files", "python-stdlib")
+PYTHON_SOURCES = ("python-stdlib", "python-packages")
+LOCAL_SOURCES = ("files", *PYTHON_SOURCES)
+
+# Dependencies of rush and of torch: whoever installs another package still has the same text.
+PACKAGES = (
+    "torch", "sympy", "numpy", "networkx", "pygments", "huggingface_hub", "setuptools", "tensorboard", "pydantic", "rich",
+    "fsspec", "jinja2", "typer", "psutil", "tqdm", "httpx", "mpmath", "markdown", "werkzeug", "packaging", "filelock",
+)  # fmt: skip
+LARGEST_PACKAGE_FILE = 1 << 20
+"""Larger ones are tables that a program wrote."""
 
 # Not part of the library proper: tests, installed packages, generated tables.
 _STDLIB_SKIPPED = frozenset(
     {
         "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled", "lib-dynload",
-        "encodings", "pydoc_data",
+        "encodings", "pydoc_data", "_vendor",
     }
 )  # fmt: skip
 
@@ -72,12 +93,26 @@ def describe_source(
     described: dict[str, Any] = {"source": source, "text_field": text_field, "limit": limit}
     dataset = _hub_dataset(source, files)
     if dataset is not None:
-        return described | {"dataset": dataset.name, "config": dataset.config, "split": dataset.split}
-    root = _stdlib_root() if source == "python-stdlib" else None
+        # The same for a name and for that name with its commit.
+        named = {"source": source.split("@")[0], "revision": dataset.revision} if dataset.revision else {}
+        return described | named | {"dataset": dataset.name, "config": dataset.config, "split": dataset.split}
+    root = _stdlib_root() if source in PYTHON_SOURCES else None
     if root is not None:
         described["python"] = platform.python_version()
+    if source == "python-packages":
+        return described | _describe_packages()
     described["files"] = [_describe_file(path, root) for path in _paths(source, files)]
     return described
+
+
+def pinned_source(source: str, files: Sequence[str], note: Note) -> str:
+    """A source with the commit that its dataset on the hub has now, for the recipe of a run; a local one as it is."""
+    dataset = None if files else find_dataset(source)
+    if dataset is None or dataset.local:
+        return source
+    named, colon, rest = source.removeprefix("hub:").partition(":")
+    prefix = "hub:" if source.startswith("hub:") else ""
+    return f"{prefix}{named.split('@')[0]}@{at_commit(dataset, note).revision}{colon}{rest}"
 
 
 def plan_units(
@@ -94,7 +129,7 @@ def plan_units(
     paths = _paths(source, files)
     total = sum(_stat(path).st_size for path in paths)
     unit_bytes = min(max(total // UNITS_WANTED, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
-    if source == "python-stdlib":
+    if source in PYTHON_SOURCES:
         slices = [Slice("python", str(path), 0, _stat(path).st_size) for path in paths]
     else:
         slices = [piece for path in paths for piece in slice_file(path, unit_bytes)]
@@ -136,27 +171,34 @@ def _limited(slices: Iterable[Slice], text_field: str, limit: int) -> Iterator[S
             return
 
 
+def find_dataset(source: str) -> HubDataset | None:
+    """The dataset that a source names, with its short name or its id; None for a local source or an unknown name."""
+    name, _, revision = source.partition("@")
+    if name in HUB_SOURCES:
+        return replace(HUB_SOURCES[name], revision=revision or None)
+    return None if source in LOCAL_SOURCES else dataset_named(source)
+
+
 def _hub_dataset(source: str, files: Sequence[str]) -> HubDataset | None:
-    """The hub dataset of a source, None for a local one; RecipeError for unknown names."""
-    if source.startswith("hub:"):
-        if files:
-            raise RecipeError("data.files is given, so data.source must be 'files', not a hub dataset.")
-        return HubDataset.parse(source.removeprefix("hub:"))
-    if source in HUB_SOURCES:
-        return None if files else HUB_SOURCES[source]
+    """The hub dataset of a source at its commit, None for a local one; RecipeError for unknown names."""
     if source in LOCAL_SOURCES:
         return None
-    allowed = [*LOCAL_SOURCES, *HUB_SOURCES, "hub:OWNER/NAME[:CONFIG[:SPLIT]]"]
-    raise RecipeError(f"Unknown data.source {source!r}: {nearest(source, allowed)}")
+    dataset = find_dataset(source)
+    if dataset is None:
+        allowed = [*LOCAL_SOURCES, *HUB_SOURCES, ALLOWED]
+        raise RecipeError(f"Unknown data.source {source!r}: {nearest(source, allowed)}")
+    if files and source.split("@")[0] in HUB_SOURCES:
+        return None
+    if files:
+        raise RecipeError("data.files is given, so data.source must be 'files', not a hub dataset.")
+    return at_commit(dataset)
 
 
 def _paths(source: str, files: Sequence[str]) -> list[Path]:
-    if source == "python-stdlib":
+    if source in PYTHON_SOURCES:
         if files:
-            raise RecipeError(
-                "data.source is 'python-stdlib' but data.files is given; set data.source='files'."
-            )
-        return _stdlib_files()
+            raise RecipeError(f"data.source is '{source}' but data.files is given; set data.source='files'.")
+        return _stdlib_files() + (_package_files() if source == "python-packages" else [])
     if not files:
         raise RecipeError(
             "data.source is 'files' but data.files is empty; give paths or patterns, "
@@ -179,15 +221,56 @@ def _stdlib_root() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def _stdlib_files() -> list[Path]:
-    root = _stdlib_root()
+def _python_files(root: Path) -> list[Path]:
     found = []
     for folder, inside, names in os.walk(root):
         # Installed packages are there too, many times as large: skipped folders are not walked.
         inside[:] = [name for name in inside if name not in _STDLIB_SKIPPED]
         sources = (n for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata"))
         found += [Path(folder, name) for name in sources]
-    paths = sorted(found)
+    return sorted(found)
+
+
+def _package_roots() -> dict[str, Path]:
+    """The folders of the packages that are installed, found without importing them."""
+    found = {name: find_spec(name) for name in PACKAGES}
+    return {
+        name: Path(next(iter(spec.submodule_search_locations)))
+        for name, spec in found.items()
+        if spec is not None and spec.submodule_search_locations
+    }
+
+
+def _package_files() -> list[Path]:
+    return [
+        path
+        for root in _package_roots().values()
+        for path in _python_files(root)
+        if 0 < _stat(path).st_size <= LARGEST_PACKAGE_FILE and _is_utf8(path)
+    ]
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return True
+
+
+def _describe_packages() -> dict[str, Any]:
+    """A digest, for there are thousands of files: names and sizes, since times change when the same version is installed again."""
+    root, roots = _stdlib_root(), _package_roots()
+    places = {**dict.fromkeys(_stdlib_files(), root)}
+    places |= {path: place for place in roots.values() for path in _python_files(place)}
+    listed = [[str(path.relative_to(place)), _stat(path).st_size] for path, place in places.items()]
+    digest = hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+    return {"packages": sorted(roots), "files": len(listed), "sha256": digest}
+
+
+def _stdlib_files() -> list[Path]:
+    root = _stdlib_root()
+    paths = _python_files(root)
     if not paths:
         raise MachineError(
             f"The Python standard library's sources are not on this machine (looked in {root}). "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -25,8 +26,8 @@ def writable(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def prepared_folder(source: str, cache: str | Path, key: str) -> Path:
-    """The folder of a source with this fingerprint."""
-    label = source.removeprefix("hub:").strip("/").replace("/", "-").replace(":", "-")
+    """The folder of a source with this fingerprint; the commit of a dataset is in the fingerprint."""
+    label = re.sub("@[^:]*", "", source).removeprefix("hub:").strip("/").replace("/", "-").replace(":", "-")
     return Path(cache).absolute() / f"{label}-{key[:16]}"
 
 

@@ -23,6 +23,7 @@ from rush.hub.folders import (
     read_weights,
 )
 from rush.hub.peft import peft_base, save_adapter
+from rush.hub.remote import local_folder
 from rush.hub.streamed import run_weights
 from rush.hub.tokenizers import (
     adapted_tokenizer,
@@ -89,7 +90,7 @@ def export_adapter(
         )
     model = adapted_run(run, found)
     if base is not None:
-        _check_named_base(Path(base), model)
+        _check_named_base(local_folder(base, note), model)
         named: str | None = str(base)
     else:
         named = load_recipe(str(run.recipe)).model.init_from
@@ -144,7 +145,7 @@ def merge_adapter(
     `path` is a run that trained adapters, or a PEFT folder. `base` replaces the base that it names; adapters of a quantized
     base are then merged into this one.
     """
-    target, folder = _new_folder(to), Path(path)
+    target, folder = _new_folder(to), local_folder(path, note)
     run = RunFolder(folder)
     if run.recipe.is_file() and base is None:
         found = find_checkpoint(run, checkpoint, note)
@@ -155,7 +156,8 @@ def merge_adapter(
         model, tokenizer, origin = adapted_run(run, found), load_tokenizer(folder), folder
     else:
         named = base if base is not None else peft_base(folder)
-        if named is None or not Path(named).is_dir():
+        named = None if named is None else local_folder(named, note)
+        if named is None or not named.is_dir():
             raise RecipeError(
                 f"the base of {folder} is {named}, which is no folder here; give the base's folder with --base."
             )

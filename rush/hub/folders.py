@@ -23,6 +23,7 @@ from rush.hub.peft import (
     read_peft,
     read_run_adapter,
 )
+from rush.hub.remote import local_folder
 from rush.hub.streamed import hf_weights, run_weights, streamed_model
 from rush.hub.weights import PICKLE_SUFFIXES, load_hf_folder, pickle_refusal
 from rush.models import Decoder, Shape, build_model
@@ -48,7 +49,7 @@ def read_weights(
     `which` is a run's checkpoint: `last`, `best` (lowest validation loss) or a step. `dtype` is that of merged weights; by
     default the base's.
     """
-    folder = existing_folder(path)
+    folder = existing_folder(path, note)
     run = RunFolder(folder)
     if run.recipe.is_file():
         found = find_checkpoint(run, which, note)
@@ -71,13 +72,16 @@ def read_weights(
     )
 
 
-def existing_folder(path: str | Path) -> Path:
-    folder = Path(path)
+def existing_folder(path: str | Path, note: Note = _quiet) -> Path:
+    """The folder, or that of an id on the hub, downloaded."""
+    folder = local_folder(path, note)
     # os.path says no where a path cannot exist (a name of 300 characters); Path would raise.
     if os.path.isfile(folder) and folder.suffix in PICKLE_SUFFIXES:
         raise pickle_refusal(folder.parent, folder.name)
     if not os.path.isdir(folder):
-        raise DataError(f"there is no folder {folder}; give a run folder or a Hugging Face folder.")
+        raise DataError(
+            f"there is no folder {folder}; give a run folder, a Hugging Face folder or an id (OWNER/NAME) on the hub."
+        )
     return folder
 
 
@@ -110,7 +114,7 @@ def adapted_run(run: RunFolder, found: Checkpoint, device: str = "cpu") -> Decod
 
 def read_adapter(path: str | Path, shape: Shape, which: str = "last", note: Note = _quiet) -> StoredAdapter:
     """Adapters from a PEFT folder or from a run that trained them; `which` is the run's checkpoint."""
-    folder = Path(path)
+    folder = local_folder(path, note)
     if not os.path.exists(folder):
         raise DataError(
             f"there is no folder {folder}; give PEFT's adapter folder, or a run trained with adapters."
@@ -182,10 +186,12 @@ def load_model(
     (`cpu`) or in their files (`disk`) and are loaded one at a time. Adapters are not merged: `rush.models.adapters` can
     disable them.
     """
+    path = existing_folder(path, note)
+    adapter = None if adapter is None else local_folder(adapter, note)
     if offload != "none":
         return _load_streamed(path, checkpoint, device, dtype, adapter, offload, note)
     of_base, of_adapter = _split_checkpoint(adapter, checkpoint)
-    run = RunFolder(existing_folder(path))
+    run = RunFolder(path)
     found = find_checkpoint(run, of_base, note) if run.recipe.is_file() else None
     if found is not None and restore.base_record(found) is not None:
         model = adapted_run(run, found, device)
@@ -201,20 +207,20 @@ def load_model(
 
 
 def _load_streamed(
-    path: str | Path,
+    path: Path,
     which: str,
     device: str,
     dtype: torch.dtype | None,
-    adapter: str | Path | None,
+    adapter: Path | None,
     offload: str,
     note: Note,
 ) -> Decoder:
     """A model with offloaded blocks, and the adapters of a run or a PEFT folder."""
     of_base, of_adapter = _split_checkpoint(adapter, which)
-    run = RunFolder(existing_folder(path))
+    run = RunFolder(path)
     found = find_checkpoint(run, of_base, note) if run.recipe.is_file() else None
     record = None if found is None else restore.base_record(found)
-    base: str | Path = path
+    base = path
     if record is not None:
         named = load_recipe(str(run.recipe)).model.init_from
         if named is None or record["form"] is not None or adapter is not None:
@@ -223,23 +229,23 @@ def _load_streamed(
                 f"{', and another adapter was given' if adapter is not None else ''}; write the merged model first (rush "
                 "merge) and use that with --offload."
             )
-        base, adapter = named, path
+        base, adapter = existing_folder(named, note), path
         of_base, of_adapter = "last", which
     if offload == "cpu":
         shape, weights = read_weights(base, of_base, note)
         source: Mapping[str, torch.Tensor] = {
             spec.name: weights[spec.name] for spec in list_parameters(shape)
         }
-    elif RunFolder(Path(base)).recipe.is_file():
-        run = RunFolder(existing_folder(base))
+    elif RunFolder(base).recipe.is_file():
+        run = RunFolder(base)
         found = find_checkpoint(run, of_base, note)
         if restore.base_record(found) is not None:
             raise RecipeError(f"{base} holds adapters itself; write the merged model first (rush merge).")
         shape = load_recipe(str(run.recipe)).shape()
         source = run_weights(found)
     else:
-        _refuse_checkpoint(Path(base), of_base)
-        shape, source = hf_weights(existing_folder(base))
+        _refuse_checkpoint(base, of_base)
+        shape, source = hf_weights(base)
     model = streamed_model(shape, source, device, dtype)
     if adapter is not None:
         attach_adapter(model, read_adapter(adapter, shape, of_adapter, note), source, note)

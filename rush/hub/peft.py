@@ -21,6 +21,7 @@ from rush.checkpoint import restore
 from rush.checkpoint.frozen_base import base_identity, partial_identity
 from rush.checkpoint.reader import SavedTensors
 from rush.checkpoint.tensor_names import TensorFile
+from rush.data.hub_client import parse_id
 from rush.errors import DataError, RecipeError
 from rush.files import replacing
 from rush.hub.json_files import read_json, write_json
@@ -82,10 +83,12 @@ def save_adapter(folder: Path, model: Decoder, base: str | None) -> list[str]:
         path = _hf_module(model.shape, name)
         for part, value in adapter.named_parameters():
             tensors[f"{_PREFIX}{path}.{names[part]}"] = value.detach().cpu().contiguous()
+    repo = None if base is None else parse_id(base)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base if repo is None else repo.name,
+        "revision": None if repo is None else repo.revision,
         "r": spec.rank,
         "lora_alpha": int(spec.alpha) if spec.alpha == int(spec.alpha) else spec.alpha,
         "use_rslora": spec.scale_by_root,
@@ -149,8 +152,12 @@ def peft_base(folder: Path) -> str | None:
     """The base that a PEFT folder names."""
     if not (folder / WEIGHTS).is_file():
         _refuse_missing(folder)
-    named = _read_config(folder / CONFIG).get("base_model_name_or_path")
-    return str(named) if named else None
+    config = _read_config(folder / CONFIG)
+    named, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if not named:
+        return None
+    at = f"@{revision}" if isinstance(revision, str) and parse_id(f"{named}@{revision}") else ""
+    return f"{named}{at}"
 
 
 def read_run_adapter(found: Checkpoint, base: str | None) -> StoredAdapter:

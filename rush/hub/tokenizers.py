@@ -16,6 +16,7 @@ from rush.hub.generation_config import (
     read_generation_config,
     read_pad_token,
 )
+from rush.hub.remote import local_folder
 from rush.recipe_io import load_recipe
 from rush.records.run_folder import RunFolder
 
@@ -24,7 +25,7 @@ Note = Callable[[str], None]
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a run folder or a Hugging Face folder; of a fine-tuned run, with the chat template of its training."""
-    folder = Path(path)
+    folder = local_folder(path)
     run = RunFolder(folder)
     tokenizer = Tokenizer.load(run.tokenizer if run.tokenizer.is_dir() else folder)
     recipe = load_recipe(str(run.recipe)) if run.recipe.is_file() else None
@@ -35,7 +36,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 def has_tokenizer(path: str | Path) -> bool:
     """Whether a folder has a tokenizer: many PEFT folders do, those of older versions of rush do not."""
-    folder = Path(path)
+    folder = local_folder(path)
     run = RunFolder(folder)
     return ((run.tokenizer if run.tokenizer.is_dir() else folder) / "tokenizer.json").is_file()
 
@@ -86,13 +87,13 @@ def generation_settings(path: str | Path, tokenizer: Tokenizer, vocab_size: int)
 def _origins(path: str | Path) -> Iterator[Path]:
     """A folder and those that its weights came from, following `model.init_from`."""
     seen: list[Path] = []
-    folder: Path | None = Path(path)
+    folder: Path | None = local_folder(path)
     while folder is not None and folder.is_dir() and folder not in seen:
         seen.append(folder)
         yield folder
         run = RunFolder(folder)
         named = load_recipe(str(run.recipe)).model.init_from if run.recipe.is_file() else None
-        folder = None if named is None else Path(named)
+        folder = None if named is None else local_folder(named)
 
 
 def _generation(path: str | Path) -> dict[str, Any]:

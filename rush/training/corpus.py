@@ -43,6 +43,7 @@ from rush.data.packing import Concat, Pad
 from rush.data.published_tokenizers import find_tokenizer
 from rush.errors import DataError, RecipeError
 from rush.files import cache_folder
+from rush.hub.remote import local_folder
 from rush.recipe import Recipe
 from rush.records.run_folder import RunFolder
 from rush.training.build import Run
@@ -225,8 +226,8 @@ def _tokenizer_of(recipe: Recipe) -> str:
                 "data.tokenizer is 'model', but model.init_from names no model to take it from; set model.init_from, or "
                 "data.tokenizer=train to start from random weights."
             )
-        run = RunFolder(Path(base))
-        return str(run.tokenizer if run.tokenizer.is_dir() else base)
+        run = RunFolder(local_folder(base))
+        return str(run.tokenizer if run.tokenizer.is_dir() else run.path)
     if asked == "train" and base is not None:
         raise RecipeError(
             f"data.tokenizer is 'train', but the weights of {base} only fit their own tokenizer; set data.tokenizer=model."
@@ -241,8 +242,8 @@ def _check_tokenizer(recipe: Recipe, named: Tokenizer) -> None:
     base = recipe.model.init_from
     if base is None:
         return
-    run = RunFolder(Path(base))
-    own = run.tokenizer if run.tokenizer.is_dir() else Path(base)
+    run = RunFolder(local_folder(base))
+    own = run.tokenizer if run.tokenizer.is_dir() else run.path
     if not (own / "tokenizer.json").is_file():
         return
     if (why := Tokenizer.load(own).difference(named)) is not None:

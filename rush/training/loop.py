@@ -40,6 +40,7 @@ from rush.training.build import build
 from rush.training.corpus import Corpus, open_corpus
 from rush.training.epochs import repetition_advice, resolved, with_steps
 from rush.training.failures import RunStatus, reporting_failures
+from rush.training.hub_commits import as_recorded, with_commits
 from rush.training.lost_updates import lost_updates_warning
 from rush.training.metric_sinks import open_sinks
 from rush.training.objectives import objective_of
@@ -85,6 +86,7 @@ def _train_recipe(
         status.folder = folder = RunFolder(Path(ranks.on_rank0(lambda: str(folder.path))))
         opened = resumed_run(folder.path) if resume else new_run(folder.path)
         ranks.on_rank0(lambda: _open(stack, opened))
+        status.recipe = recipe = with_commits(recipe, ranks, view.note if ranks.main else View().note)
         return _train(recipe, machine, folder, status, view if ranks.main else View(), ranks)
 
 
@@ -104,6 +106,8 @@ def _resumed_recipe(stored: Recipe, given: Recipe | None) -> Recipe:
         given = changed(given, {"batch.micro": stored.micro})  # it was chosen when the run began
     if given is not None and given.schedule.steps is None:
         given = resolved(given, stored.steps)  # computed when the run began
+    if given is not None:
+        given = as_recorded(given, stored)
     changes = differences(stored, given or stored)
     fixed = [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if key not in FREE_ON_RESUME]
     if fixed:

@@ -285,7 +285,7 @@ CASES: list[tuple[str, int, list[str], Callable[[World], list[str]]]] = [
     ("no GPU", 4, ["cuda"], lambda w: w.train("run.device=cuda")),
     ("technique needs a GPU", 4, ["tf32 cannot run here", "CUDA"], lambda w: w.train("techniques=['tf32']")),
     ("unwritable folder", 4, ["Cannot write"], lambda w: ["train", str(w.recipe), "--out", "/proc/rush/run"]),
-    ("hub not reachable", 4, ["data.files"], lambda w: ["train", "gpt2-124m", "techniques=[]", "run.device=cpu",
+    ("hub not reachable", 4, ["data.files"], lambda w: ["train", "gpt2-124m", "data=published", "techniques=[]", "run.device=cpu",
                                                         "data.tokenizer=train", "--out", str(w.path / "hub")]),
     ("no login", 4, ["wandb"], lambda w: w.train("run.wandb=project")),
     # 5: diverged

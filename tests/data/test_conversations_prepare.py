@@ -501,7 +501,7 @@ def test_published_data_without_a_hub_says_what_to_do(
 ) -> None:
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(MachineError, match=r"HuggingFaceH4/ultrachat_200k.*train_sft.*data\.files"):
+    with pytest.raises(MachineError, match=r"HuggingFaceH4/ultrachat_200k.*data\.files"):
         prepare_documents(replace(asked, source="ultrachat"), tmp_path / "cache")
 
 

@@ -76,7 +76,7 @@ def test_an_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_dataset_that_does_not_exist_is_a_clear_refusal(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(MachineError, match="Check the name"):
+    with pytest.raises(DataError, match="Check the name"):
         texts_of(f"hub:{tmp_path / 'empty'}", [], "text", None)
 
 

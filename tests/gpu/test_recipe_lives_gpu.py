@@ -29,7 +29,7 @@ from rush.lab.trial.starter import COMMANDS, Starter
 from rush.ready import RECIPES
 from rush.recipe_io import changed, load_recipe
 from tests.gpu.card_shares import card_shares
-from tests.lives.ready_recipes import FEW, Lived, LocalData, as_far_as_it_runs, shallow
+from tests.lives.ready_recipes import FEW, Lived, LocalData, as_far_as_it_runs, as_published, shallow
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -46,7 +46,7 @@ PARTS = tuple(part for part in EVERY if part != "repeat" or DETERMINISTIC)
 
 
 def _reduced(name: str) -> Lived:
-    recipe = load_recipe(name)
+    recipe = as_published(name)
     depth = recipe.shape().num_layers if recipe.model.name in WHOLE else LAYERS
     vocabulary = VOCABULARY.get(recipe.model.name, recipe.shape().vocab_size)
     return shallow(Lived(name, recipe, ()), depth, vocabulary, 1 << 40 if TRUE_BATCH else TOKENS)

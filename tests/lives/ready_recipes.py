@@ -1,4 +1,5 @@
-"""The ready recipes, made to run where no hub can be reached: the same techniques, other text and other sizes.
+"""The ready recipes with their published data, made to run where no hub can be reached: the same techniques, other text and other
+sizes.
 
 What a life changes is said by `Lived`, and stands in the name of its test: which techniques this machine cannot run,
 how many layers are left. The data of a recipe from the hub are replaced by local files in the same schema,
@@ -26,7 +27,7 @@ from rush.hardware import Machine
 from rush.hub.weights import save_hf_folder
 from rush.models.initial import initial_values
 from rush.recipe import Recipe
-from rush.recipe_io import changed
+from rush.recipe_io import changed, load_recipe, read_tree
 from rush.techniques import registry
 from rush.techniques.api.contract import used
 from tests import real_text
@@ -56,6 +57,12 @@ class Lived:
     def id(self) -> str:
         said = [f"without {', '.join(self.left_out)}"] if self.left_out else []
         return "; ".join([self.name, *said, *self.reduced])
+
+
+def as_published(name: str) -> Recipe:
+    """The recipe with its published data and tokenizer, where it has them."""
+    published = "published" in read_tree(name)
+    return load_recipe(name, ["data=published"] if published else [])
 
 
 def as_far_as_it_runs(name: str, recipe: Recipe, machine: Machine) -> Lived:
@@ -136,9 +143,10 @@ class LocalData:
         if source in HUB_TEXT:
             tokenizer = self.gpt2 if recipe.data.tokenizer == "gpt2" else self.llama
             return changed(recipe, {"data.files": [str(self.text)], "data.tokenizer": str(tokenizer)})
-        few = {"data.limit": 40 if recipe.objective.kind == "lm" else 400}
+        few: dict[str, Any] = {"data.limit": 40 if recipe.objective.kind == "lm" else 400}
         if source in HUB_CHATS:
             few |= {"data.files": [str(self.chats(source))], "model.init_from": str(self.base(recipe))}
+            few |= {"data.tokenizer": "model"}
         return changed(recipe, few)
 
     @cached_property

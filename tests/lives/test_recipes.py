@@ -17,9 +17,9 @@ from rush.hardware import probe
 from rush.lab.life.life import Lives, short
 from rush.lab.trial.starter import COMMANDS, Starter
 from rush.ready import RECIPES
-from rush.recipe_io import changed, load_recipe
+from rush.recipe_io import changed
 from tests.lives.living import Living
-from tests.lives.ready_recipes import FEW, Lived, LocalData, as_far_as_it_runs, small
+from tests.lives.ready_recipes import FEW, Lived, LocalData, as_far_as_it_runs, as_published, small
 
 INTERPRETED = ("TRITON_INTERPRET", "1")
 """With it our Triton kernels run on a CPU, slowly; each kernel asks when it is defined, so the forking process needs it."""
@@ -31,7 +31,7 @@ NEEDS_CUDA = {"cudnn_attention", "pin_memory"}
 
 
 def _lived(name: str) -> Lived:
-    recipe = changed(small(load_recipe(name)), {"run.device": "cpu"})
+    recipe = changed(small(as_published(name)), {"run.device": "cpu"})
     with pytest.MonkeyPatch.context() as surroundings:
         surroundings.setenv(*INTERPRETED)
         return as_far_as_it_runs(name, recipe, probe("cpu"))

@@ -12,9 +12,18 @@ from typing import Any
 
 from rush.data.conversations.docstrings import VERSION, docstring_pairs, docstring_questions
 from rush.data.conversations.readings import readings
-from rush.data.hub_datasets import read_hub_rows
+from rush.data.hub_client import Note
+from rush.data.hub_datasets import ALLOWED, read_hub_rows
 from rush.data.readers import Slice, read_rows, read_slice
-from rush.data.sources import HUB_SOURCES, LOCAL_SOURCES, Unit, describe_source, plan_units
+from rush.data.sources import (
+    HUB_SOURCES,
+    LOCAL_SOURCES,
+    Unit,
+    describe_source,
+    find_dataset,
+    pinned_source,
+    plan_units,
+)
 from rush.errors import RecipeError, nearest
 
 # Known datasets: name, config and split on the hub.
@@ -41,13 +50,16 @@ class Row:
 def describe_rows(source: str, files: Sequence[str], limit: int | None) -> dict[str, Any]:
     """Identifies a source without reading it."""
     described = describe_source(*_origin(source, files), limit=limit)
-    return described | {"source": source, "generator": VERSION if source in DOCSTRINGS else None}
+    return described | {
+        "source": source.split("@")[0],
+        "generator": VERSION if source in DOCSTRINGS else None,
+    }
 
 
 def plan_rows(source: str, files: Sequence[str], limit: int | None) -> list[tuple[Unit, int | None]]:
     """The units of a source, each with its number of rows to read (None: all)."""
     origin, origin_files = _origin(source, files)
-    if origin.startswith("hub:") or (origin in HUB_SOURCES and not files):
+    if not origin_files and find_dataset(origin) is not None:
         return [(unit, None) for unit in plan_units(origin, origin_files, limit=limit)]
     units = plan_units(origin, origin_files)
     if limit is None:
@@ -91,10 +103,22 @@ def _origin(source: str, files: Sequence[str]) -> tuple[str, Sequence[str]]:
         if files:
             raise RecipeError(f"data.source is {source!r} but data.files is given; set data.source='files'.")
         return "python-stdlib", ()
-    if source in HUB_CONVERSATIONS:
-        return ("files", files) if files else (HUB_CONVERSATIONS[source], ())
-    known = (*LOCAL_SOURCES, *HUB_SOURCES, *DOCSTRINGS, *HUB_CONVERSATIONS)
-    if source not in known and not source.startswith("hub:"):
-        allowed = [*known, "hub:OWNER/NAME[:CONFIG[:SPLIT]]"]
+    name, _, revision = source.partition("@")
+    if name in HUB_CONVERSATIONS:
+        dataset, *rest = HUB_CONVERSATIONS[name].removeprefix("hub:").split(":")
+        whole = ":".join([f"hub:{dataset}" + (f"@{revision}" if revision else ""), *rest])
+        return ("files", files) if files else (whole, ())
+    if source not in LOCAL_SOURCES and find_dataset(source) is None:
+        allowed = [*LOCAL_SOURCES, *HUB_SOURCES, *DOCSTRINGS, *HUB_CONVERSATIONS, ALLOWED]
         raise RecipeError(f"Unknown data.source {source!r}: {nearest(source, allowed)}")
     return source, files
+
+
+def pinned_rows(source: str, files: Sequence[str], note: Note) -> str:
+    """A source with the commit of its dataset on the hub, as `pinned_source`."""
+    if files or source in DOCSTRINGS:
+        return source
+    name = source.split("@")[0]
+    if name not in HUB_CONVERSATIONS:
+        return pinned_source(source, files, note)
+    return f"{name}@{pinned_source(_origin(source, ())[0], (), note).split('@')[1].split(':')[0]}"
