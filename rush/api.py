@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rush.errors import RecipeError
+from rush.errors import DataError, RecipeError
 from rush.plan import Plan
 from rush.ready import short_name
 from rush.recipe import Recipe
@@ -25,6 +25,7 @@ from rush.records.run_folder import RunFolder
 if TYPE_CHECKING:
     from rush.lab.ladder.climb import Watch as LadderWatch
     from rush.models import Decoder
+    from rush.plan.foreign import ForeignPlan
     from rush.records.ladder import LadderRecord
     from rush.records.start import StartRecord
     from rush.records.tune import TuneRecord
@@ -264,6 +265,49 @@ def plan_recipe(
         chosen = with_chosen_micro(chosen, target)
         found = plan(spec_of(chosen, target.kind), target, problems=unmet(chosen, target))
     return PlannedRecipe(**{one.name: getattr(found, one.name) for one in fields(found)})
+
+
+def plan_config(
+    config: str | Path,
+    recipe: Recipe | str | Path,
+    *overrides: str,
+    machine: str | None = None,
+    devices: int | None = None,
+    nodes: int | None = None,
+    link: str | None = None,
+    network: str | None = None,
+    network_cards: int | None = None,
+) -> ForeignPlan:
+    """The plan of a recipe with the model of a Hugging Face config.json (a file, a folder or an id on the hub) in place of its own.
+
+    A model that rush cannot train is planned with the nearest terms; each of them is named, and widens the expected error.
+    """
+    from rush.hub.config import shape_from_config
+    from rush.hub.json_files import read_json
+    from rush.hub.remote import local_config
+    from rush.plan import spec_of
+    from rush.plan.foreign import Foreign, nearest_shape, plan_foreign
+    from rush.plan.planning import fill_devices
+    from rush.plan.target import find_target
+
+    found = read_json(local_config(config), "give a folder or a file with a model's config.json")
+    try:
+        model = Foreign(shape_from_config(found))
+    except DataError:
+        model = nearest_shape(found)
+    chosen = _recipe(recipe, overrides)
+    if chosen.batch.sequence > model.shape.context:
+        raise RecipeError(
+            f"batch.sequence is {chosen.batch.sequence}, but the model of {config} reads at most {model.shape.context} tokens; lower it."
+        )
+    target = find_target(
+        machine, devices, nodes, link, network, network_cards, limit_gb=chosen.run.memory_limit_gb
+    )
+    layout = chosen.layout.model_dump()
+    if (devices is not None or nodes is not None) and target.devices != chosen.world:
+        filled = fill_devices(layout, target.devices)
+        chosen = changed(chosen, {f"layout.{axis}": n for axis, n in filled.items() if n != layout[axis]})
+    return plan_foreign(model, spec_of(chosen, target.kind), target)
 
 
 def tune_recipe(

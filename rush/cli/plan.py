@@ -74,6 +74,14 @@ def plan(
         Path | None,
         typer.Option(help="With --search: write the fastest plan as a recipe to this .toml file."),
     ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER or OWNER/NAME",
+            help="Plan the model of a Hugging Face config.json (a file, a folder or an id on the hub) in place of the recipe's, also "
+            "one that rush cannot train.",
+        ),
+    ] = None,
     technique: ExtraTechniques = None,
     json: Json = False,
 ) -> None:
@@ -89,6 +97,8 @@ def plan(
       rush plan llama-3.1-8b batch.micro=2 layout.fsdp=8 --machine a100-80-sxm --devices 8 --tokens 15T --price 1.8
 
       rush plan llama-3.1-8b --machine h100-sxm --devices 8 --nodes 4 --search
+
+      rush plan --config deepseek-ai/DeepSeek-V3 layout.fsdp=64 --machine h100-sxm --devices 8 --nodes 8
 
       rush plan --check
     """
@@ -106,22 +116,31 @@ def plan(
             "a search without --beyond; the trainer cannot run those layouts",
         ),
     )
+    if config is not None and recipe is not None and "=" in recipe:
+        overrides, recipe = [recipe, *(overrides or [])], None
     budget = None if tokens is None else count(tokens)
     if check:
-        if recipe is not None or technique:
-            found = repr(recipe) if recipe is not None else "--technique"
+        if recipe is not None or technique or config is not None:
+            found = repr(recipe) if recipe is not None else "--technique" if technique else "--config"
             raise RecipeError(
                 f"--check compares the planner with all records and takes no recipe; found {found}. Leave one of them out."
             )
         _check(results, json)
         return
-    if recipe is None:
+    if recipe is None and config is None:
         raise RecipeError(
-            "rush plan needs a recipe's name or file, or --check; `rush recipes` lists the names."
+            "rush plan needs a recipe's name or file, --config, or --check; `rush recipes` lists the names."
         )
     from rush.techniques.api.own_files import added
 
     with added(technique or []):
+        if config is not None:
+            if search or html is not None:
+                raise RecipeError("--config plans one recipe for one model; leave out --search and --html.")
+            chosen = recipe or CONFIG_RECIPE
+            _plan_config(config, chosen, overrides or [], machine, devices, nodes, link, network, network_cards, budget, price, json)  # fmt: skip
+            return
+        assert recipe is not None
         _plan(recipe, overrides or [], machine, devices, nodes, link, network, network_cards, search, beyond, best, budget, price, html, out, json)  # fmt: skip
 
 
@@ -172,6 +191,48 @@ def _plan(
     show_plan(recipe, found, budget, price)
     if html is not None:
         typer.echo(f"\nWritten: {html}")
+
+
+CONFIG_RECIPE = "llama-3.1-8b"
+"""The recipe of `--config` without one: its batch, techniques and optimizer."""
+
+
+def _plan_config(
+    config: str,
+    recipe: str,
+    overrides: list[str],
+    machine: str | None,
+    devices: int | None,
+    nodes: int | None,
+    link: str | None,
+    network: str | None,
+    network_cards: int | None,
+    budget: float | None,
+    price: float | None,
+    json: bool,
+) -> None:
+    from rush.api import plan_config
+
+    found = plan_config(
+        config,
+        recipe,
+        *overrides,
+        machine=machine,
+        devices=devices,
+        nodes=nodes,
+        link=link,
+        network=network,
+        network_cards=network_cards,
+    )
+    assert found.model is not None
+    if json:
+        print_json(found.to_dict() | ({"budget": found.budget(budget, price)} if budget else {}))
+        return
+    show_plan(f"{config}, {found.model.parameters:,} parameters, as {recipe}", found, budget, price)
+    if found.model.doubts:
+        typer.secho("\nNot known to the planner, and counted as the nearest it knows", bold=True)
+    for doubt in found.model.doubts:
+        typer.echo(f"  {doubt}")
 
 
 def count(text: str) -> float:
