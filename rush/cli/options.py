@@ -62,7 +62,9 @@ ExtraTechniques = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value on standard output.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-ModelFolder = Annotated[Path, typer.Argument(help="A run folder or a Hugging Face folder.")]
+ModelFolder = Annotated[
+    Path, typer.Argument(help="A run folder, a Hugging Face folder, or an id on the hub (OWNER/NAME).")
+]
 Dtype = Annotated[
     Literal["keep", "float32", "bfloat16", "float16"], typer.Option(help="dtype of the weights.")
 ]
@@ -86,7 +88,7 @@ def with_data(overrides: list[str] | None, files: list[str] | None) -> list[str]
     given = list(overrides or [])
     if not files:
         return given
-    named = [word for word in given if word.split("=", 1)[0] in ("data.source", "data.files")]
+    named = [word for word in given if word.split("=", 1)[0] in ("data", "data.source", "data.files")]
     if named:
         raise RecipeError(
             f"--data sets data.source and data.files; found {named[0]!r} beside it. Leave one of them out."
