@@ -153,6 +153,7 @@ def start_recipe(
     price: float | None = None,
     out: str | Path | None = None,
     force: bool = False,
+    note: Note = _quiet,
 ) -> StartedRecipe:
     """A recipe for a model and data that fits a device: of the catalog, with `memory` GB, or this machine's.
 
@@ -166,7 +167,7 @@ def start_recipe(
         raise RecipeError(f"{file} exists; give another file with --out, or overwrite it with --force.")
     given = [data] if isinstance(data, str | Path) else data
     files = tuple(str(Path(one).expanduser()) for one in given)
-    made = start(Request(str(model), files, overrides, device, memory, hours, price))
+    made = start(Request(str(model), files, overrides, device, memory, hours, price), note)
     if file is not None:
         write_atomic(file, made.text.encode())
         made.record["next"] = [

@@ -58,6 +58,8 @@ def inspect(
         print_json(found | {"examples": shown})
         return
     _print_statistics(found)
+    if shown:
+        _print_legend()
     for example in shown:
         _print_example(example)
     if html is not None:
@@ -156,17 +158,29 @@ def _print_lengths(split: str, counts: dict[str, Any]) -> None:
         typer.echo(f"{label:>{wide}}  {bar} {bin['documents']:,}")
 
 
+def _print_legend() -> None:
+    console = Console(soft_wrap=True)
+    text = Text("\nTargets are ")
+    _append_target(text, "marked like this", console)
+    console.print(text.append("; everything else is context."))
+
+
 def _print_example(example: dict[str, Any]) -> None:
     echo(f"\n{example['name']}: {example['tokens']:,} tokens, {example['trained']:,} trained", bold=True)
     console = Console(soft_wrap=True)
-    colors = console.is_terminal and not console.no_color
     text = Text()
     for piece in example["pieces"]:
         shown = printable(piece["text"])
-        if not piece["trained"]:
-            text.append(shown)
-        elif colors:
-            text.append(shown, style="black on green")  # a background shows spaces too
+        if piece["trained"]:
+            _append_target(text, shown, console)
         else:
-            text.append(f"⟦{shown}⟧")
+            text.append(shown)
     console.print(text)
+
+
+def _append_target(text: Text, shown: str, console: Console) -> None:
+    """On green, a background that shows spaces too; in brackets where there are no colors."""
+    if console.is_terminal and not console.no_color:
+        text.append(shown, style="black on green")
+    else:
+        text.append(f"⟦{shown}⟧")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rush.cli.options import Json
-from rush.cli.output import echo, print_json
+from rush.cli.output import echo, note, print_json
 from rush.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def start(
         price=price,
         out=out,
         force=force,
+        note=note,
     )
     if json:
         print_json(made.record)
@@ -123,8 +124,8 @@ def _show(record: StartRecord) -> None:
         f"{_seconds(plan['step_s'])}, {_seconds(3600 * plan['hours'])} (±{error['time']:.0%}){cost}",
         bold=True,
     )
-    for note in record["notes"]:
-        echo(note)
+    for remark in record["notes"]:
+        echo(remark)
 
 
 def _seconds(value: float) -> str:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rush.data.conversations.turns import Conversation, Pair
-from rush.recipe_io import apply_override
+from rush.errors import RecipeError
+from rush.recipe import AUTO, LARGEST_NUMBER
+from rush.recipe_io import apply_override, parse
 from rush.start import decisions
 from rush.start.data_files import DataFiles
 from rush.start.decisions import Choice
@@ -219,8 +221,25 @@ def epoch_tokens(found: Findings, tree: dict[str, Any]) -> float:
     return kept * found.lengths.tokens * (PACKED if found.kind == "sft" else 1.0)
 
 
-def given_values(overrides: Sequence[str]) -> dict[str, Any]:
-    """What the overrides set, by dotted key; += and -= change what was decided, and are not here."""
+def given_values(overrides: Sequence[str], model: StartModel) -> dict[str, Any]:
+    """What the overrides set, by dotted key, checked as a recipe checks them; += and -= change what was decided, and are not
+    here."""
+    smallest: dict[str, Any] = {
+        "model": {"name": model.name, "shape": dict(model.overrides)},
+        "batch": {"micro": 1, "sequence": 1},
+        "optimizer": {"lr": 1e-3},
+        "schedule": {"steps": LARGEST_NUMBER},
+    }
+    for override in overrides:
+        if override.split("=", 1)[0].rstrip("+- ") in ("data.source", "data.files"):
+            raise RecipeError(
+                f"--data sets data.source and data.files; found {override!r} beside it. Leave it out."
+            )
+        if "-=" not in override:
+            apply_override(smallest, override)
+    if smallest["batch"].get("micro") == AUTO:
+        smallest["batch"].setdefault("total_tokens", smallest["batch"].get("sequence"))
+    parse(smallest, auto=True)
     values: dict[str, Any] = {}
     for override in overrides:
         tree: dict[str, Any] = {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +21,12 @@ from rush.start.data_files import DataFiles, find_files
 from rush.start.decisions import Choice
 from rush.start.drafting import REFERENCE_SHARE, Draft, Findings, draft, epoch_tokens, given_values
 from rush.start.fitting import Fit, find_place, fit
-from rush.start.inspect import LengthFacts, RowFacts, measure, read_data
+from rush.start.inspect import MEASURED_LETTERS, LengthFacts, RowFacts, measure, read_data
 from rush.start.methods import method_of, methods_for
 from rush.start.model import StartModel, find_model
 from rush.start.recipe_text import recipe_text
+
+LONG_BYTES = 50_000_000
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,14 @@ class Started:
     """The recipe as a commented file."""
 
 
-def start(request: Request) -> Started:
+def start(request: Request, note: Callable[[str], None] = lambda text: None) -> Started:
+    """Decide; `note` gets a line where reading takes a while."""
     if request.hours is not None and not 0 < request.hours < math.inf:
         raise RecipeError(f"--hours is {request.hours:g}; allowed: a number greater than 0.")
     model, files = find_model(request.model), find_files(request.data)
+    size = sum(os.path.getsize(path) for path in files.paths)
+    if size > LONG_BYTES:
+        note(f"Reading {size / 1e6:,.0f} MB of data …")
     found = _findings(request, model, files)
     sequence = decisions.choose_sequence(
         found.lengths, found.kind, model.shape.context, found.place.target.kind == "cuda"
@@ -74,7 +82,7 @@ def start(request: Request) -> Started:
 
 
 def _findings(request: Request, model: StartModel, files: DataFiles) -> Findings:
-    given = given_values(request.overrides)
+    given = given_values(request.overrides, model)
     rows = read_data(files.paths)
     objective = _objective(rows, given)
     tokenizer, vocab_size = _tokenizer(model, rows, given)
@@ -127,11 +135,11 @@ def _tokenizer(model: StartModel, rows: RowFacts, given: dict[str, Any]) -> tupl
         return model.tokenizer, None
     texts = [_text_of(sample) for _, sample in rows.samples]
     wanted = int(given.get("data.vocab_size") or model.shape.vocab_size)
-    reached = train_bpe_up_to(texts, wanted)
+    reached = train_bpe_up_to(texts, wanted, MEASURED_LETTERS)
     if reached.vocab_size == wanted:
         return reached, None
     smaller = max(SMALLEST_BPE, int(0.8 * reached.vocab_size))  # what is held out is not learned from
-    return train_bpe_up_to(texts, smaller), smaller
+    return train_bpe_up_to(texts, smaller, MEASURED_LETTERS), smaller
 
 
 def _text_of(sample: Any) -> str:

@@ -53,6 +53,13 @@ def test_techniques_are_added_to_those_that_were_decided(model: Path, tmp_path: 
     assert [name for name, _ in made.recipe.technique_uses()] == ["pack_best_fit", "fused_adamw"]
 
 
+def test_a_micro_batch_may_stay_with_the_planner_or_be_given(model: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "chat.jsonl", chat(60))
+    assert start_recipe(model, data, "batch.micro=auto", device="cpu").recipe.micro >= 1
+    given = start_recipe(model, data, "batch.micro=3", "batch.total_tokens=1152", device="cpu").recipe
+    assert (given.micro, given.accumulation) == (3, 3)
+
+
 def test_few_hours_mean_fewer_epochs_and_the_cost_follows_the_price(model: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "chat.jsonl", chat(200))
     free = start_recipe(model, data, device="cpu", price=2.0).record["plan"]
