@@ -161,7 +161,10 @@ def _print_lengths(split: str, counts: dict[str, Any]) -> None:
 def _print_legend() -> None:
     console = Console(soft_wrap=True)
     text = Text("\nTargets are ")
-    _append_target(text, "marked like this", console)
+    if _colors(console):
+        _append_target(text, "on green", console)
+    else:
+        text.append("in double brackets")
     console.print(text.append("; everything else is context."))
 
 
@@ -180,7 +183,11 @@ def _print_example(example: dict[str, Any]) -> None:
 
 def _append_target(text: Text, shown: str, console: Console) -> None:
     """On green, a background that shows spaces too; in brackets where there are no colors."""
-    if console.is_terminal and not console.no_color:
+    if _colors(console):
         text.append(shown, style="black on green")
     else:
         text.append(f"⟦{shown}⟧")
+
+
+def _colors(console: Console) -> bool:
+    return console.is_terminal and not console.no_color
