@@ -4,19 +4,20 @@ Pairs are wanted on both families: in pretraining where the check allows it ther
 preferences. Besides, each technique is wanted with every objective and with every axis of the layout. On a CPU all of it runs
 with the kernels in C++ that a user there has, and what has none with Triton's interpreted.
 
-The quick array leaves out what only costs more of the same: a pair that both families allow occurs on one of them; what waits
-for a compiler occurs in all its pairs, but not again with preferences and with every axis; and in fine-tuning a pair occurs with
-one scope of `compile`, by turns. The slow set has it all.
+`make test` takes few lives from all settings together (`joint.py`). The slow set has every pair of every setting by itself. A
+GPU has an array for each setting, without what only costs more of the same: a pair that both families allow occurs on one of
+them, and what waits for a compiler occurs in all its pairs, but not again with preferences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from rush.hardware import Machine
 from rush.parallel import AXES
-from rush.techniques import resolve_uses
+from rush.techniques import registry
 from tests.lives.covering import Items, allowed_pairs, covering, smallest
 from tests.lives.small import FAMILIES, INSTEAD, OBJECTIVES, Checked, Item, Setting, apart, items
 
@@ -79,7 +80,7 @@ def array(one: Wanted) -> list[Items]:
 
 
 def quick(settings: list[Wanted]) -> list[Wanted]:
-    """What is wanted of each setting in the quick array."""
+    """What is wanted of each setting on a GPU."""
     return [_quick(one, settings) for one in settings]
 
 
@@ -92,18 +93,16 @@ def _quick(one: Wanted, settings: list[Wanted]) -> Wanted:
         and replace(other.checked.setting, family=setting.family) == setting
     ]
     singles, pairs = one.singles, one.pairs
-    if setting.axis or setting.objective == "dpo":
-        singles = {key: whole for key, whole in singles.items() if not compiles(one.checked, whole)}
-    if setting.objective == "sft" and setting.device == "cpu":
-        pairs = _by_turns(pairs)
+    if setting.objective == "dpo":
+        singles = {key: whole for key, whole in singles.items() if not compiles(whole)}
     turn = FAMILIES.index(setting.family)
     for other in others:
-        singles = _share(singles, other.singles, turn, one.checked)
-        pairs = _share(pairs, other.pairs, turn, one.checked)
+        singles = _share(singles, other.singles, turn)
+        pairs = _share(pairs, other.pairs, turn)
     return Wanted(one.checked, pairs, singles)
 
 
-def _by_turns(pairs: Mapping[Items, Items]) -> dict[Items, Items]:
+def by_turns(pairs: Mapping[Items, Items]) -> dict[Items, Items]:
     """Of two techniques that are wanted with several knobs, one pair; the next two have other knobs."""
     same: dict[tuple[str, ...], list[Items]] = {}
     for pair in sorted(pairs, key=sorted):
@@ -113,13 +112,10 @@ def _by_turns(pairs: Mapping[Items, Items]) -> dict[Items, Items]:
     return {pair: whole for pair, whole in pairs.items() if pair not in left_out}
 
 
-def _share(
-    mine: Mapping[Items, Items], theirs: Mapping[Items, Items], turn: int, checked: Checked
-) -> dict[Items, Items]:
+def _share(mine: Mapping[Items, Items], theirs: Mapping[Items, Items], turn: int) -> dict[Items, Items]:
     """What only this family has, and every second one that both have; all pairs of what compiles on one family, so that they
     fill few recipes."""
-    every = items()
-    compiled = [item for item in every if compiles(checked, frozenset([item]))]
+    compiled = [item for item in items() if _compiles(item)]
     both = sorted(sorted(key) for key in mine.keys() & theirs.keys())
     turns = {}
     for number, key in enumerate(both):
@@ -128,6 +124,14 @@ def _share(
     return {key: whole for key, whole in mine.items() if turns.get(key, turn) == turn}
 
 
-def compiles(checked: Checked, chosen: Items) -> bool:
+def compiles(chosen: Items) -> bool:
     """Whether the recipe waits for a compiler."""
-    return any(use.technique.compiles(use.knobs) for use in resolve_uses(checked.setting.recipe(chosen)))
+    return any(_compiles(item) for item in chosen)
+
+
+@cache
+def _compiles(item: Item) -> bool:
+    technique = registry()[item.name]
+    return technique.compiles(
+        {**{key: knob.default for key, knob in technique.knobs.items()}, **dict(item.knobs)}
+    )

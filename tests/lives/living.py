@@ -16,6 +16,8 @@ from tests.lives.covering import Allowed, Items, shrunk
 from tests.lives.small import Setting
 
 PARTS = ("train", "resume", "generate")
+UNDISTURBED = ("whole", "generate")
+"""The same without a kill: a resume waits for the compiler once more."""
 LIMIT_S, TEST_S = 500.0, 1200.0
 """How long a command and a test may take: with a compiler, on a busy machine."""
 REPORT = "RUSH_LIVES_REPORT"
@@ -32,7 +34,7 @@ class Living:
     data: Path
     environment: dict[str, str]
     shallow: bool
-    """Whether interpreted models have one layer."""
+    """Whether models whose layers take long have one."""
     count: int = 0
     stderr: str = ""
     """The end of standard error of the last life, if it failed."""

@@ -199,7 +199,7 @@ class LocalData:
 
     def base(self, recipe: Recipe) -> Path:
         """Random weights in place of the published ones that fine-tuning begins with."""
-        name = recipe.model.name
+        name = f"{recipe.model.name}-{recipe.shape().num_layers}"
         if name not in self.bases:
             shape, folder = recipe.shape(), self.folder / "bases" / name
             tokenizer = Tokenizer.load(self.llama)

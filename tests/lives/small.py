@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,10 @@ class Size:
         }
 
 
-# A vocabulary that fp8 can multiply with (16) and vocab_pad still has to pad (64).
+# A vocabulary that fp8 can multiply with (16) and vocab_pad still has to pad (64); as few tokens as fp8 allows (16).
 SMALL = Size(32, 16, 64, 336, {"lm": 16, "sft": 32, "dpo": 16})
-WIDER = Size(64, 16, 64, 336, {"lm": 32})
+LONGER = replace(SMALL, sequence={"lm": 32})
+WIDER = replace(SMALL, hidden=64)
 LARGER = Size(256, 64, 512, 528, {"lm": 128, "sft": 128, "dpo": 128})
 
 
@@ -128,14 +129,18 @@ class Setting:
     def size(self) -> Size:
         if self.device != "cpu":
             return LARGER
-        return WIDER if self.axis in ("cp", "tp") else SMALL  # a rank's part must be wide enough, too
+        # A rank's part must be long or wide enough, too.
+        return {"cp": LONGER, "tp": WIDER}.get(self.axis or "", SMALL)
 
     def recipe(
         self, techniques: Iterable[Item] = (), data: Path = Path("data"), *, shallow: bool = False
     ) -> Recipe:
-        """The recipe of a short life with these techniques; `shallow`: one layer where kernels are interpreted."""
-        entries = [item.entry() for item in sorted(techniques)]
-        one_layer = shallow and self.interpreted and self.axis != "pp"  # whose stages have a layer each
+        """The recipe of a short life with these techniques; `shallow`: one layer where a layer takes long, interpreted, traced or
+        on two ranks."""
+        chosen = sorted(techniques)
+        entries = [item.entry() for item in chosen]
+        slow = self.interpreted or self.axis or any(item.name == "compile" for item in chosen)
+        one_layer = shallow and slow and self.axis != "pp"  # whose stages have a layer each
         fewer = {"model.shape.num_layers": 1} if one_layer else {}
         return short(_plain(self, str(data)), techniques=entries, **SHORTER, **fewer)
 

@@ -11,10 +11,11 @@ import pytest
 from rush.errors import RushError
 from rush.hardware import Machine, probe
 from rush.parallel import AXES
-from rush.recipe_io import changed
+from rush.recipe_io import changed, load_recipe
 from rush.techniques import check, registry
-from tests.lives.arrays import Wanted, array, quick, wanted
+from tests.lives.arrays import Wanted, wanted
 from tests.lives.covering import allowed_pairs, covering, shrunk
+from tests.lives.joint import joint
 from tests.lives.small import FAMILIES, OBJECTIVES, Item, Setting, items
 
 
@@ -76,7 +77,11 @@ def every(machine: Machine) -> list[Wanted]:
 
 @pytest.fixture(scope="module")
 def recipes(every: list[Wanted]) -> Mapping[Setting, list[frozenset[Item]]]:
-    return {one.checked.setting: array(one) for one in quick(every)}
+    """The recipes of `make test`, by setting."""
+    found: dict[Setting, list[frozenset[Item]]] = {}
+    for life in joint(every):
+        found.setdefault(life.setting, []).append(life.techniques)
+    return found
 
 
 def _passes(setting: Setting, machine: Machine, *names: str) -> bool:
@@ -115,16 +120,53 @@ def test_each_allowed_pair_occurs_in_the_quick_array(
 
 
 def test_each_technique_occurs_with_every_objective_and_axis_that_allow_it(
-    machine: Machine, recipes: Mapping[Setting, list[frozenset[Item]]]
+    machine: Machine, every: list[Wanted], recipes: Mapping[Setting, list[frozenset[Item]]]
 ) -> None:
     for objective, axis in [*((one, None) for one in OBJECTIVES), *(("lm", axis) for axis in AXES)]:
-        there = [way for way in recipes if (way.objective, way.axis) == (objective, axis)]
-        met = {item.name for way in there for chosen in recipes[way] for item in chosen}
+        there = [
+            way.checked.setting
+            for way in every
+            if (way.checked.setting.objective, way.checked.setting.axis) == (objective, axis)
+        ]
+        met = {item.name for way in there for chosen in recipes.get(way, []) for item in chosen}
         for name, technique in registry().items():
             slow = technique.compiles({key: knob.default for key, knob in technique.knobs.items()})
             if name in AXES or (slow and (axis or objective == "dpo")):
                 continue  # what compiles meets these in `make test-all`
             assert name in met or not any(_passes(way, machine, name) for way in there), (objective, axis)
+
+
+@pytest.mark.parametrize(
+    ("objective", "axis"), [("sft", None), ("lm", None), *(("lm", axis) for axis in AXES)]
+)
+def test_no_technique_is_left_out_because_the_lives_are_small(
+    objective: str, axis: str | None, machine: Machine, recipes: Mapping[Setting, list[frozenset[Item]]]
+) -> None:
+    """What the check allows in a ready recipe, whose sizes are usual ones, it allows in some life."""
+    met = {
+        item.name
+        for setting, sets in recipes.items()
+        if (setting.objective, setting.axis) == (objective, axis)
+        for chosen in sets
+        for item in chosen
+    }
+    layout = {} if axis is None else {axis: 2}
+    usual = [
+        changed(
+            load_recipe(name),
+            {"layout": layout, "run.device": "cpu", "batch.micro": 4, "batch.total_tokens": 8 * 256},
+        )
+        for name in (("tiny", "llama-tiny") if objective == "lm" else ("sft-tiny",))
+    ]
+    for name, technique in registry().items():
+        slow = technique.compiles({key: knob.default for key, knob in technique.knobs.items()})
+        if name in AXES or name in met or (slow and axis):
+            continue
+        for interpreted in (False, True):
+            with Setting("gpt2", interpreted=interpreted).surroundings():
+                for recipe in usual:
+                    with pytest.raises(RushError):
+                        check(changed(recipe, {"techniques": [name]}), machine)
 
 
 def test_every_recipe_of_the_arrays_is_allowed(

@@ -1,8 +1,8 @@
 """Every pair of techniques that the check allows trains, validates, samples, saves, is killed, resumes and generates.
 
-Here in a covering array, compiled graphs interpreted (`quick_compiler.py`); alone, pair by pair and with Inductor, in
-`make test-all`. Each technique also with every objective and, on two ranks,
-with every axis of the layout. What needs a GPU has its own array, `test_pairs_gpu.py`.
+Here in few lives that cover all pairs, compiled graphs interpreted (`quick_compiler.py`), and what is compiled not killed (ready
+recipes that compile are, `test_recipes.py`); alone, pair by pair and with Inductor, in `make test-all`. Each technique also with every objective and, on two ranks, with every axis of the layout. What
+needs a GPU has its own arrays, `test_pairs_gpu.py`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from functools import cache
 import pytest
 
 from rush.hardware import probe
-from tests.lives.arrays import Wanted, array, quick, wanted
+from tests.lives.arrays import Wanted, compiles, wanted
 from tests.lives.covering import Items
-from tests.lives.living import TEST_S, Living
+from tests.lives.joint import Life, joint
+from tests.lives.living import PARTS, TEST_S, UNDISTURBED, Living
 
 pytestmark = pytest.mark.timeout(TEST_S)
 
@@ -24,25 +25,30 @@ def settings() -> dict[str, Wanted]:
     return {str(one.checked.setting): one for one in wanted(probe("cpu"))}
 
 
-def _lives(slow: bool) -> list[object]:
-    rows = []
-    every = list(settings().values())
-    for one in every if slow else quick(every):
-        for number, techniques in enumerate(one.recipes if slow else array(one)):
-            name = str(one.checked.setting)
-            short = "+".join(map(str, sorted(techniques))) if slow else f"{number:02d}"
-            rows.append(pytest.param(name, techniques, id=f"{name}-{short}"))
-    return rows
+def _lives() -> list[object]:
+    lives = joint(list(settings().values()))
+    return [
+        pytest.param(life, id=f"{number:02d}-{life.setting}-{len(life.techniques)}")
+        for number, life in enumerate(lives)
+    ]
 
 
-@pytest.mark.parametrize(("setting", "techniques"), _lives(slow=False))
-def test_every_allowed_pair_lives_in_some_recipe(living: Living, setting: str, techniques: Items) -> None:
-    checked = settings()[setting].checked
-    living.must_live(checked.setting, techniques, checked.allowed)
+def _alone() -> list[object]:
+    return [
+        pytest.param(name, techniques, id=f"{name}-{'+'.join(map(str, sorted(techniques)))}")
+        for name, one in settings().items()
+        for techniques in one.recipes
+    ]
+
+
+@pytest.mark.parametrize("life", _lives())
+def test_every_allowed_pair_lives_in_some_recipe(living: Living, life: Life) -> None:
+    parts = UNDISTURBED if compiles(life.techniques) else PARTS
+    living.must_live(life.setting, life.techniques, life.checked.allowed, parts)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("setting", "techniques"), _lives(slow=True))
+@pytest.mark.parametrize(("setting", "techniques"), _alone())
 def test_every_allowed_pair_lives_alone(compiled_living: Living, setting: str, techniques: Items) -> None:
     checked = settings()[setting].checked
     compiled_living.must_live(checked.setting, techniques, checked.allowed)

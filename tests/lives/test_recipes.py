@@ -1,8 +1,9 @@
 """Every ready recipe lives a whole life on a CPU: its own techniques, as far as they run here, at a small size.
 
 A new file in `recipes/` is included by being there. Recipes that differ in nothing but their size live one life here, which is
-named after all of them. Graphs are traced and interpreted (`quick_compiler.py`), and compiled in `make test-all`. What this
-machine cannot run stands in the name of the test.
+named after all of them. What compiles has one layer here, its graphs are traced and interpreted (`quick_compiler.py`), and it
+is not trained a third time; in `make test-all` it has two, compiled, and the third. What this machine cannot run stands in the
+name of the test.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rush.hardware import probe
-from rush.lab.life.life import Lives, short
+from rush.lab.life.life import EVERY, Lives, short
 from rush.lab.trial.starter import COMMANDS, Starter
 from rush.ready import RECIPES
 from rush.recipe_io import changed
@@ -25,8 +26,6 @@ INTERPRETED = ("TRITON_INTERPRET", "1")
 """With it our Triton kernels run on a CPU, slowly; each kernel asks when it is defined, so the forking process needs it."""
 LIMIT_S = 600.0
 """Of a command: a C++ compiler on busy cores."""
-WITH_INDUCTOR = "gpt2-124m-fast"
-"""The one whose graphs are compiled in `make test` too."""
 NEEDS_CUDA = {"cudnn_attention", "pin_memory"}
 
 
@@ -52,6 +51,10 @@ def _together() -> list[Lived]:
     for lived in READY:
         equal.setdefault(_without_size(lived), []).append(lived)
     return [replace(several[0], name=", ".join(one.name for one in several)) for several in equal.values()]
+
+
+def _compiles(lived: Lived) -> bool:
+    return any(name == "compile" for name, _ in lived.recipe.technique_uses())
 
 
 @pytest.fixture(scope="module")
@@ -87,24 +90,24 @@ def environment(session_folder: Path, session_cache: str) -> dict[str, str]:
 def test_a_ready_recipe_lives_a_whole_life(
     lived: Lived, starter: Starter, data: LocalData, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    life = Lives(starter, tmp_path, environment, LIMIT_S).live(short(data.of(lived.recipe), **FEW))
+    compiled = _compiles(lived)
+    recipe = changed(lived.recipe, {"model.shape.num_layers": 1}) if compiled else lived.recipe
+    parts = [part for part in EVERY if not (compiled and part == "repeat")]
+    life = Lives(starter, tmp_path, environment, LIMIT_S).live(short(data.of(recipe), **FEW), parts)
     assert life.problem is None
 
 
-@pytest.mark.timeout(3 * LIMIT_S)
+@pytest.mark.slow
+@pytest.mark.timeout(4 * LIMIT_S)
 @pytest.mark.parametrize(
     "lived",
-    [
-        pytest.param(lived, id=lived.id, marks=() if lived.name == WITH_INDUCTOR else pytest.mark.slow)
-        for lived in READY
-        if any(name == "compile" for name, _ in lived.recipe.technique_uses())
-    ],
+    [pytest.param(lived, id=lived.id) for lived in READY if _compiles(lived)],
 )
 def test_a_recipe_that_compiles_lives_with_inductor(
     lived: Lived, compiling_starter: Starter, data: LocalData, environment: dict[str, str], tmp_path: Path
 ) -> None:
     life = Lives(compiling_starter, tmp_path, environment, LIMIT_S).live(
-        short(data.of(lived.recipe), **FEW), ("train", "resume", "generate")
+        short(data.of(lived.recipe), **FEW), ("train", "resume", "repeat", "generate")
     )
     assert life.problem is None
 
@@ -113,7 +116,7 @@ def test_a_recipe_lives_in_processes_that_import_everything_themselves(
     data: LocalData, environment: dict[str, str], tmp_path: Path
 ) -> None:
     recipe = short(data.of(next(lived.recipe for lived in READY if lived.name == "tiny")), **FEW)
-    life = Lives(Starter(fork=False), tmp_path, environment).live(recipe, ("train", "resume", "generate"))
+    life = Lives(Starter(fork=False), tmp_path, environment).live(recipe, ("train", "resume"))
     assert life.problem is None
 
 
