@@ -17,6 +17,8 @@ import torch
 
 from tests.report.browser import Browser, find_chromium
 
+# Collecting tests, a traced graph or a profile make tens of thousands of objects of which none is garbage: look more rarely.
+gc.set_threshold(20_000, 20, 50)
 MEMORY_DISK, ROOM_BYTES = Path("/dev/shm"), 4 << 30
 if MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free > ROOM_BYTES:
     # Temporary files live in memory: every checkpoint is forced to its disk, and a real one takes its time for that.

@@ -72,6 +72,8 @@ def test_every_kind_of_failure_is_recorded_and_the_ladder_continues(
     assert record["drift"] is not None
 
 
+# Equal rungs and rungs without a gain are in the tests around this one, too (test_liars.py, and the ladder of failures).
+@pytest.mark.slow
 def test_plain_techniques_are_equal_and_show_their_evidence(ladder_file: LadderFile, tmp_path: Path) -> None:
     path = ladder_file(['"fused_adamw"', '"flash_attention"', '{"batch.micro" = 4}'])
     record = climb(load_ladder(str(path)), tmp_path / "out")
@@ -261,7 +263,9 @@ def test_a_killed_ladder_resumes_and_repeats_no_finished_trial(
     assert [rung["tokens_per_s"] for rung in again["rungs"]] == [r["tokens_per_s"] for r in record["rungs"]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+# That a trial dies with its ladder is seen in the test above, by SIGKILL.
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_ladder_leaves_no_process(
     ladder_file: LadderFile, tmp_path: Path, sleep: str, number: signal.Signals
 ) -> None:

@@ -83,7 +83,13 @@ MISSES = next(
 
 @pytest.mark.parametrize(
     ("processes", "between"),
-    [(1, 0.0), (1, 0.02), (2, 0.02), pytest.param(2, 0.0, marks=SLOW), pytest.param(3, 0.02, marks=SLOW)],
+    [
+        (1, 0.0),
+        (1, 0.02),
+        pytest.param(2, 0.02, marks=SLOW),
+        pytest.param(2, 0.0, marks=SLOW),
+        pytest.param(3, 0.02, marks=SLOW),
+    ],
 )
 def test_where_there_is_no_gain_none_is_found(processes: int, between: float) -> None:
     """With the floor as a ladder has it; and the interval covers the truth where there is a gain.

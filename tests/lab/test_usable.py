@@ -120,7 +120,7 @@ def test_a_short_life_has_the_micro_batch_of_the_rung_and_fewer_layers_where_che
 @pytest.mark.parametrize(
     ("part", "verdict", "said"),
     [
-        (PartResult("whole", "`rush train` was not done after 60 s", 60.0, -signal.SIGKILL), "not known", "not done after 60 s"),
+        (PartResult("whole", "`rush train` was not done after 60 s", 60.0, -signal.SIGKILL, late=True), "not known", "not done after 60 s"),
         (PartResult("again", "exit code -9: Loading", 1.0, -9), "not known", "killed from outside (SIGKILL)"),
         (PartResult("whole", "exit code 4: error: the checkpoint of step 2 failed with OSError: [Errno 28] No space left on "
               "device: 'x'.", 1.0, 4), "not known", "no room for its checkpoints"),

@@ -107,7 +107,7 @@ CASES: dict[str, tuple[str, dict[str, int], tuple[str, ...], tuple[str, ...], di
     # Stages compute what one rank computes, up to the order in which micro batches are added and fp16 rounds what differs by it.
     "pp, amp_fp16": ("llama", PP, ("amp_fp16",), NARROW, {"gradients": 1e-5, "others": 2e-4}),
 }
-QUICK = {"tp, lora", "pp, lora"}
+QUICK = {"pp, lora"}
 PART_ONLY = "the whole matrix of an adapter learns from a rank's part of the layer only"
 
 

@@ -54,16 +54,25 @@ NO_EXCHANGE, OWN_LABELS = "the gradients are never reduced", "every rank divides
 RESTART, TWICE = "positions restart on each rank", "labels are counted on every rank"
 
 
+STEPS, MORE_STEPS = 10, 20
+"""Of the quick layouts, and of the slow ones."""
+
+
+def steps_of(family: str, name: str) -> int:
+    return STEPS if name in QUICK[family] else MORE_STEPS
+
+
 @cache
-def one_rank(family: str) -> Result:
-    found: Result = on_ranks(1, learn, family, {})[0]
+def one_rank(family: str, steps: int = STEPS) -> Result:
+    found: Result = on_ranks(1, learn, family, {}, (), steps)[0]
     return found
 
 
 @cache
 def ranks(family: str, name: str) -> list[Result]:
     layout, techniques = LAYOUTS[name]
-    return on_ranks(int(np.prod(list(layout.values()))), learn, family, layout, techniques)
+    world = int(np.prod(list(layout.values())))
+    return on_ranks(world, learn, family, layout, techniques, steps_of(family, name))
 
 
 def furthest(ours: Result, reference: Result, *, reordered: bool = False) -> dict[str, float]:
@@ -92,8 +101,9 @@ def furthest(ours: Result, reference: Result, *, reordered: bool = False) -> dic
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_ranks_learn_what_one_rank_learns(family: str, name: str) -> None:
-    found, reference = ranks(family, name), one_rank(family)
-    assert len(reference["losses"]) == 21
+    steps = steps_of(family, name)
+    found, reference = ranks(family, name), one_rank(family, steps)
+    assert len(reference["losses"]) == steps + 1
     assert reference["losses"][-1] < 0.8 * reference["losses"][0], (
         "nothing was learned, so nothing is compared"
     )
@@ -120,7 +130,7 @@ def test_the_techniques_of_a_layout_take_effect(family: str, name: str) -> None:
 @pytest.mark.parametrize("axis", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_planted_bug_is_seen(axis: str, bug: str) -> None:
     techniques = [ZERO["optimizer"]] if axis == "fsdp" else []
-    planted: list[Any] = on_ranks(2, learn, "gpt2", {axis: 2}, techniques, 20, bug)
+    planted: list[Any] = on_ranks(2, learn, "gpt2", {axis: 2}, techniques, STEPS, bug)
     apart = furthest(planted[0], one_rank("gpt2"))
     assert apart["gradients"] > 1e-3, apart
     assert apart["losses"] > 1e-5, apart
@@ -138,7 +148,7 @@ def test_a_planted_bug_is_seen(axis: str, bug: str) -> None:
     ],
 )
 def test_a_planted_bug_of_a_cut_sequence_is_seen(family: str, bug: str) -> None:
-    planted: list[Any] = on_ranks(2, learn, family, {"cp": 2}, [], 20, bug)
+    planted: list[Any] = on_ranks(2, learn, family, {"cp": 2}, [], STEPS, bug)
     apart = furthest(planted[0], one_rank(family))
     assert apart["gradients"] > 1e-3, apart
     assert apart["losses"] > 1e-5, apart

@@ -25,6 +25,7 @@ from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
 from rush.techniques import registry
 from rush.training.build import build
+from tests.in_turn import in_turn
 
 SMALL = ["batch.micro=2", "batch.sequence=64", "model.shape.num_layers=2", "batch.total_tokens=128"]
 
@@ -143,7 +144,7 @@ WHOLE = '{name = "fp8", mlp = "kernel"}'
     ("model", "techniques"),
     [
         ("tiny", ("fp8",)),
-        ("llama-tiny", ("fp8",)),
+        pytest.param("llama-tiny", ("fp8",), marks=pytest.mark.slow),
         ("llama-tiny", ("fp8", "fused_projections")),
         ("llama-tiny", ('{name = "fp8", recipe = "rowwise"}',)),
         *(
@@ -215,9 +216,12 @@ def test_every_technique_declares_terms_of_the_planner() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-@pytest.mark.parametrize("model", ["tiny", "llama-tiny"])
 @pytest.mark.parametrize(
-    "techniques", [(), ("amp_bf16", "flash_attention"), ("pure_bf16", "flash_attention")]
+    ("model", "techniques"),
+    in_turn(
+        ("tiny", "llama-tiny"),
+        [((),), (("amp_bf16", "flash_attention"),), (("pure_bf16", "flash_attention"),)],
+    ),
 )
 def test_offloaded_bytes_are_all_saved_tensors_as_often_as_they_are_saved(
     model: str, techniques: tuple[str, ...]

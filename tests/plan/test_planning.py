@@ -198,6 +198,7 @@ def test_two_more_devices_are_never_slower() -> None:
     assert speeds[1] * 1.5 < speeds[2]
 
 
+@pytest.mark.slow
 def test_a_search_is_answered_in_seconds() -> None:
     recipe = load_recipe("llama-3.1-8b", [FAST, "batch.sequence=32768", "batch.total_tokens=16777216"])
     began = time.process_time()
@@ -232,6 +233,7 @@ def test_405b_on_16384_h100_uses_pipeline_or_tensor_parallelism() -> None:
     assert 0.15 < (top.mfu or 0) < 0.6
 
 
+@pytest.mark.slow
 def test_70b_qlora_fits_two_24_gb_cards_with_cpu_offload_and_two_48_gb_cards_without() -> None:
     recipe = load_recipe("qlora", ["model.name=llama-3.1-70b", "batch.sequence=1024", "batch.micro=1"])
     small, large = (search(recipe, target_of(card, 2)).best[0] for card in ("4090", "l40s"))

@@ -66,8 +66,10 @@ OVERFLOWING = """
 
 @pytest.mark.parametrize(
     ("name", "width"),
-    [("full", 320), ("full", 390), ("full", 768), ("full", 900), ("full", 1280), ("hostile", 390), ("hostile", 900),
-     ("compare", 390), ("compare", 900), ("odd", 390), ("odd", 900), ("sixty", 390)],
+    [("full", 320), ("full", 1280), ("hostile", 390), ("compare", 390), ("odd", 390), ("sixty", 390),
+     *(pytest.param(*page, marks=pytest.mark.slow) for page in [
+         ("full", 390), ("full", 768), ("full", 900), ("hostile", 900), ("compare", 900), ("odd", 900),
+     ])],
 )  # fmt: skip
 def test_nothing_sticks_out_sideways(name: str, width: int, browser: Browser, pages: dict[str, Path]) -> None:
     page = browser.open(pages[name], width=width, height=800)

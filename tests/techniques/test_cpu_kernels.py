@@ -40,8 +40,8 @@ def _by_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "others"),
     [
         ("tiny", ()),
-        ("tiny", ("fused_adamw", "gc_control", "loader_workers")),
-        ("tiny", ("checkpoint_full",)),
+        pytest.param("tiny", ("fused_adamw", "gc_control", "loader_workers"), marks=pytest.mark.slow),
+        pytest.param("tiny", ("checkpoint_full",), marks=pytest.mark.slow),
         ("tiny", (COMPILED,)),
         ("llama-tiny", ("fused_projections",)),
         ("llama-tiny", ("checkpoint_selective",)),

@@ -98,11 +98,11 @@ def test_an_output_that_nobody_uses_has_a_gradient_of_zero() -> None:
 @pytest.mark.parametrize(
     ("techniques", "dtype"),
     [
-        (["checkpoint_full", "accumulate"], "float32"),
+        pytest.param(["checkpoint_full", "accumulate"], "float32", marks=pytest.mark.slow),
         (["checkpoint_selective", "flash_attention"], "float32"),
-        (["{name='checkpoint_selective', keep='half'}"], "float32"),
+        pytest.param(["{name='checkpoint_selective', keep='half'}"], "float32", marks=pytest.mark.slow),
         (["fused_norm", "fused_rope", "fused_mlp"], "float32"),
-        (["fused_adamw", "vocab_pad"], "float32"),
+        pytest.param(["fused_adamw", "vocab_pad"], "float32", marks=pytest.mark.slow),
         pytest.param(["{name='adam8bit', backend='rush'}"], "float32", marks=pytest.mark.slow),
         (["amp_bf16", "fused_update"], "bfloat16"),
         pytest.param(
@@ -110,7 +110,7 @@ def test_an_output_that_nobody_uses_has_a_gradient_of_zero() -> None:
             "bfloat16",
             marks=pytest.mark.slow,
         ),
-        (["bf16_master", "fused_adamw"], "bfloat16"),
+        pytest.param(["bf16_master", "fused_adamw"], "bfloat16", marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -57,14 +57,15 @@ def alone() -> Trace:
 
 
 SAME_AS_ALONE = [
-    ("checkpoint_full",),
+    # Each of these also meets it in a life (tests/lives); alone with it, in `make test-all`.
+    pytest.param(("checkpoint_full",), marks=pytest.mark.slow),
     ("checkpoint_selective",),
-    ("{name='checkpoint_selective', keep='half'}",),
+    pytest.param(("{name='checkpoint_selective', keep='half'}",), marks=pytest.mark.slow),
     ("{name='chunked_loss', chunk_tokens=64}",),
     pytest.param(("fused_loss",), marks=pytest.mark.slow),
     pytest.param(("fused_mlp", "fused_norm"), marks=pytest.mark.slow),
-    ("fused_adamw",),
-    ("flash_attention",),
+    pytest.param(("fused_adamw",), marks=pytest.mark.slow),
+    pytest.param(("flash_attention",), marks=pytest.mark.slow),
     pytest.param((BLOCK,), marks=pytest.mark.slow),
 ]
 

@@ -47,7 +47,9 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
         pytest.param(
             "llama-tiny", ["fused_loss", "amp_fp16", "fused_update"], "float16", marks=pytest.mark.slow
         ),
-        ("llama-tiny", ["pure_bf16", "fused_loss", "fused_update"], "bfloat16"),
+        pytest.param(
+            "llama-tiny", ["pure_bf16", "fused_loss", "fused_update"], "bfloat16", marks=pytest.mark.slow
+        ),
         ("tiny", ["pure_bf16", CHANCE], "bfloat16"),
         pytest.param("llama-tiny", ["bf16_master", "fused_loss"], "bfloat16", marks=pytest.mark.slow),
         ("llama-tiny", [EIGHT_BITS], "float32"),
