@@ -186,6 +186,7 @@ def pairs(results: Path) -> dict[str, list[BaselinePair]]:
                     target["at_least"],
                     memory,
                     _short(target),
+                    _short(target) == "reached",
                 )
             )
     return found

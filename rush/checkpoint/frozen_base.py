@@ -27,6 +27,7 @@ from rush.parallel import Ranks
 from rush.parallel.pipeline import gather_stages
 from rush.parallel.sharded import full_tensor, gather, is_sharded
 
+BLOCK_NORMS = ("attention_norm", "mlp_norm")
 ROOMY = 0.8
 """Fraction of the free memory that a gathered model may take."""
 
@@ -99,7 +100,7 @@ def partial_identity(weights: Mapping[str, Tensor]) -> str:
     kept = {
         name: fingerprint(weights[name].detach().to(torch.bfloat16))
         for name in weights
-        if not name.startswith("blocks.") or "norm" in name
+        if not name.startswith("blocks.") or name.split(".")[2] in BLOCK_NORMS
     }
     return hashlib.sha256(repr(sorted(kept.items())).encode()).hexdigest()[:32]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Required
 
@@ -93,7 +94,7 @@ def short_names(rows: Iterable[CandidateRow]) -> dict[str, str]:
     """A name for each key that fits into a table. A recipe of the planner gets a number, and after the first its difference from
     that one."""
     names: dict[str, str] = {}
-    first: list[str] = []
+    first: _Parts | None = None
     number = 0
     for row in rows:
         key = row["key"]
@@ -101,20 +102,34 @@ def short_names(rows: Iterable[CandidateRow]) -> dict[str, str]:
             names[key] = key
             continue
         parts, number = _parts(row), number + 1
-        more = [f"with {part}" for part in parts if part not in first]
-        less = [f"without {part}" for part in first if part not in parts and not part.startswith("micro ")]
-        difference = ", ".join([*more, *less]) if first and len(more) + len(less) <= 3 else ""
-        names[key] = f"jump {number}" + (f": jump 1 {difference}" if difference else "")
+        difference = [] if first is None else parts.differences(first)
+        said = f": jump 1 {', '.join(difference)}" if 0 < len(difference) <= 3 else ""
+        names[key] = f"jump {number}{said}"
         first = first or parts
     return names
 
 
-def _parts(row: CandidateRow) -> list[str]:
-    """The settings and the micro batch of a candidate; from its key in records that do not list them."""
+@dataclass(frozen=True)
+class _Parts:
+    """What a recipe of the planner is put together from."""
+
+    settings: tuple[str, ...]
+    micro: str
+
+    def differences(self, other: _Parts) -> list[str]:
+        """In words: what it has and the other has not, then what it lacks."""
+        more = [f"with {setting}" for setting in self.settings if setting not in other.settings]
+        micro = [f"with micro {self.micro}"] if self.micro not in ("", other.micro) else []
+        less = [f"without {setting}" for setting in other.settings if setting not in self.settings]
+        return [*more, *micro, *less]
+
+
+def _parts(row: CandidateRow) -> _Parts:
+    """Of a candidate; from its key in records that do not list them."""
     if "settings" in row:
-        return [*row["settings"], f"micro {row['micro']}"]
+        return _Parts(tuple(row["settings"]), str(row["micro"]))
     settings, _, micro = row["key"].removeprefix(PLANNED).partition(", micro ")
-    return [*settings.split(" + "), *([f"micro {micro}"] if micro else [])]
+    return _Parts(tuple(settings.split(" + ")), micro)
 
 
 def mark(fingerprint: str, machine: str) -> str:

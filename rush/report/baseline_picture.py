@@ -35,6 +35,8 @@ class BaselinePair:
     memory: float | None
     """Our peak over the baseline's."""
     verdict: str
+    reached: bool
+    """Whether everything that was wanted is."""
 
 
 def beside_picture(title: str, pairs: Sequence[BaselinePair]) -> str:
@@ -61,7 +63,7 @@ def beside_picture(title: str, pairs: Sequence[BaselinePair]) -> str:
 
 
 def _row(pair: BaselinePair, top: float, scale: Scale) -> list[Markup]:
-    middle, reached = top + 12, pair.verdict.startswith("reached")
+    middle = top + 12
     low, high, wanted = scale(pair.low), scale(pair.high), scale(pair.wanted)
     return [
         tag("text", pair.ours, x=20, y=top + 11),
@@ -71,5 +73,5 @@ def _row(pair: BaselinePair, top: float, scale: Scale) -> list[Markup]:
         tag("line", class_="whisker wanted", x1=wanted, x2=wanted, y1=top - 2, y2=top + 26),
         tag("text", f"{pair.ratio:.2f}×", x=max(high, wanted) + 8, y=top + 17),
         text_at(MEMORY_X, top + 17, formatting.MISSING if pair.memory is None else f"{pair.memory:.2f}×"),
-        tag("text", pair.verdict, class_="good" if reached else "caution", x=VERDICT_X, y=top + 17),
+        tag("text", pair.verdict, class_="good" if pair.reached else "caution", x=VERDICT_X, y=top + 17),
     ]

@@ -32,11 +32,14 @@ COMPLAINTS = re.compile(
 
 
 class Broken(Exception):
-    """A failed check, with the exit code of the command that failed and the phase of the run it is about."""
+    """A failed check, with the exit code of the command that failed, the phase of the run it is about, and whether the command was
+    killed because it ran past its time limit."""
 
-    def __init__(self, problem: str, code: int | None = None, phase: str | None = None) -> None:
+    def __init__(
+        self, problem: str, code: int | None = None, phase: str | None = None, *, late: bool = False
+    ) -> None:
         super().__init__(problem)
-        self.code, self.phase = code, phase
+        self.code, self.phase, self.late = code, phase, late
 
 
 def check_whole(run: RunFolder, recipe: Recipe) -> None:

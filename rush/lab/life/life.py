@@ -66,6 +66,8 @@ class PartResult:
     """The phase in which the run failed (`rush.training.failures.Phase`, in lower case)."""
     techniques: tuple[str, ...] = ()
     """The techniques to blame."""
+    late: bool = False
+    """Whether the command was killed because it ran past its time limit."""
 
 
 @dataclass(frozen=True)
@@ -124,18 +126,18 @@ class Lives:
         for name in parts:
             if not one.applies(name):
                 continue
-            began, problem, code, phase = time.monotonic(), None, None, None
+            began, problem, code, phase, late = time.monotonic(), None, None, None, False
             try:
                 getattr(one, name)()
             except Broken as broken:
-                problem, code, phase = str(broken), broken.code, broken.phase
+                problem, code, phase, late = str(broken), broken.code, broken.phase, broken.late
             except Exception as error:  # finding any failure is the purpose of a life
                 problem = f"{type(error).__name__}: {error}"
             stderr = one.stderr()[-MAX_STDERR:] if problem is not None else ""
             failure = one.failure() if code else {}
             phase, names = failure.get("phase", phase), tuple(failure.get("techniques", ()))
             seconds = round(time.monotonic() - began, 2)
-            lived.append(PartResult(name, problem, seconds, code, stderr, phase, names))
+            lived.append(PartResult(name, problem, seconds, code, stderr, phase, names, late))
             if problem is not None and name in (*TRAINING, *UNDISTURBED):
                 break  # there is no trained model for the rest
         return LifeResult(tuple(lived))
@@ -332,7 +334,9 @@ class _One:
         surroundings = [{**lives.environment, **extra} for extra in environments]
         codes = lives.starter.rush(words, streams, surroundings, lives.limit_s, kill_when)
         if codes is None:
-            raise Broken(f"`rush {words[0]}` was not done after {lives.limit_s:g} s", -signal.SIGKILL)
+            raise Broken(
+                f"`rush {words[0]}` was not done after {lives.limit_s:g} s", -signal.SIGKILL, late=True
+            )
         return codes
 
     def _finished(self, codes: Sequence[int]) -> None:

@@ -110,9 +110,7 @@ def judged(life: LifeResult) -> tuple[str, str | None]:
         return "ok", None
     problem = shareable(str(part.problem))
     if part.code == -signal.SIGKILL:
-        killed = (
-            "the process was killed from outside (SIGKILL)" if problem.startswith("exit code") else problem
-        )
+        killed = problem if part.late else "the process was killed from outside (SIGKILL)"
         return "not known", f"{killed}."
     if NO_ROOM in problem:
         return "not known", "there is no room for its checkpoints on the disk."
