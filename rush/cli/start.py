@@ -20,7 +20,10 @@ BAR = 30
 
 def start(
     model: Annotated[
-        str, typer.Argument(help="A Hugging Face folder, a run folder, or a size's name (random weights).")
+        str,
+        typer.Argument(
+            help="A Hugging Face folder, OWNER/NAME on the hub, a run folder, or a size's name (random weights)."
+        ),
     ],
     more: Annotated[
         list[str] | None,

@@ -53,6 +53,22 @@ def local_config(path: str | Path, note: Note = _quiet) -> Path:
     return fetch(repo, [listed[CONFIG]], "config") / CONFIG
 
 
+def local_settings(path: str | Path, note: Note = _quiet) -> Path:
+    """The folder itself, or that of a model on the hub with its settings and tokenizer, without its weights."""
+    repo = parse_id(str(path))
+    if repo is None:
+        return Path(path)
+    repo = pinned(repo, note)
+    if (found := ready(repo, "settings")) is not None:
+        return found
+    if offline():
+        if {CONFIG, TOKENIZER[0]} <= set(cached(repo)):
+            return snapshot(repo)
+        raise MachineError(not_here(repo, "HF_HUB_OFFLINE is set, so the Hugging Face hub is not asked"))
+    listed = list_files(repo)
+    return fetch(repo, [listed[name] for name in SETTINGS if name in listed], "settings")
+
+
 def pinned_name(path: str | None, note: Note = _quiet) -> str | None:
     """An id with the commit that it means now, for the recipe of a run; a folder stays as it is."""
     repo = None if path is None else parse_id(path)

@@ -123,7 +123,7 @@ def _data_choices(found: Findings, sequence: int) -> dict[str, Choice]:
         ),
         "data.tokenizer": Choice("train", "random weights: a tokenizer trained on these data")
         if model.init_from is None
-        else Choice(model.init_from if kind == "lm" else "model", "the model's own"),
+        else Choice(model.tokenizer_path if kind == "lm" else "model", "the model's own"),
         "data.validation": decisions.choose_validation(found.documents, found.lengths.tokens, sequence, kind),
     }
     if found.vocab_size is not None:

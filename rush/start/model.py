@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rush.data.hub_client import parse_id
 from rush.data.tokenizer import Tokenizer
 from rush.errors import DataError, RecipeError, nearest
 from rush.hub.config import shape_from_config
 from rush.hub.json_files import read_json
+from rush.hub.remote import local_settings
 from rush.hub.tokenizers import has_tokenizer, load_tokenizer
 from rush.models import SIZES, Shape, count_parameters
 from rush.models.shape import rope_type
 from rush.recipe_io import load_recipe
 from rush.records.run_folder import RunFolder
+
+Note = Callable[[str], None]
+
+
+def _quiet(text: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,8 @@ class StartModel:
     init_from: str | None = None
     tokenizer: Tokenizer | None = None
     """None: one will be trained on the data."""
+    tokenizer_path: str = "train"
+    """For `data.tokenizer` of a corpus."""
     weights: bool = True
     """Whether the weights are there."""
 
@@ -45,32 +55,22 @@ class StartModel:
         return self.init_from is not None
 
 
-def find_model(given: str) -> StartModel:
-    """The model of a folder or a name."""
-    if os.path.isdir(given):
-        return _of_folder(given)
-    if given in SIZES:
+def find_model(given: str, note: Note = _quiet) -> StartModel:
+    """The model of a folder, of an id on the hub (its settings and tokenizer are downloaded, not its weights), or of a name."""
+    if given in SIZES and not os.path.isdir(given):
         return StartModel(given, SIZES[given])
-    if "/" in given:
-        raise DataError(
-            f"there is no folder {given}. A model of the hub must be there before it is planned: fetch it with "
-            f"`hf download {given} --local-dir {given.rsplit('/', 1)[-1]}` and give that folder."
+    if parse_id(given) is None and not os.path.isdir(given):
+        raise RecipeError(
+            f"there is no model {given!r}: neither a folder nor a size; {nearest(given, SIZES)} Give a Hugging Face folder, or "
+            "OWNER/NAME on the hub, to start from its weights."
         )
-    raise RecipeError(
-        f"there is no model {given!r}: neither a folder nor a size; {nearest(given, SIZES)} Give a Hugging Face folder to start "
-        "from its weights."
-    )
-
-
-def _of_folder(given: str) -> StartModel:
-    folder = Path(given)
+    folder = local_settings(given, note)
     run = RunFolder(folder)
     if run.recipe.is_file():
-        recipe = load_recipe(str(run.recipe))
-        shape, weights = recipe.shape(), bool(run.checkpoints.steps())
+        shape, weights = load_recipe(str(run.recipe)).shape(), bool(run.checkpoints.steps())
     elif (folder / "config.json").is_file():
         shape = shape_from_config(read_json(folder / "config.json"))
-        weights = any(folder.glob("*.safetensors"))
+        weights = parse_id(given) is not None or any(folder.glob("*.safetensors"))
     else:
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
         raise DataError(
@@ -81,7 +81,8 @@ def _of_folder(given: str) -> StartModel:
             f"{given} has no tokenizer.json, and its weights only fit their own tokenizer; copy it from where the weights are from."
         )
     name, overrides = named_shape(shape)
-    return StartModel(name, shape, overrides, given, load_tokenizer(folder), weights)
+    own = str(Path(given) / run.tokenizer.name) if run.tokenizer.is_dir() else given
+    return StartModel(name, shape, overrides, given, load_tokenizer(folder), own, weights)
 
 
 def named_shape(shape: Shape) -> tuple[str, dict[str, Any]]:

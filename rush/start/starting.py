@@ -56,7 +56,7 @@ def start(request: Request, note: Callable[[str], None] = lambda text: None) -> 
     """Decide; `note` gets a line where reading takes a while."""
     if request.hours is not None and not 0 < request.hours < math.inf:
         raise RecipeError(f"--hours is {request.hours:g}; allowed: a number greater than 0.")
-    model, files = find_model(request.model), find_files(request.data)
+    model, files = find_model(request.model, note), find_files(request.data)
     size = sum(os.path.getsize(path) for path in files.paths)
     if size > LONG_BYTES:
         note(f"Reading {size / 1e6:,.0f} MB of data …")
@@ -313,8 +313,8 @@ def _notes(found: Findings) -> list[str]:
     model, rows, notes = found.model, found.rows, []
     if model.init_from is None:
         notes.append(
-            f"{model.name} is a size without weights: the run starts from random ones. Give a Hugging Face folder to start from "
-            "published weights."
+            f"{model.name} is a size without weights: the run starts from random ones. Give a Hugging Face folder or OWNER/NAME to start "
+            "from published weights."
         )
     elif not model.weights:
         notes.append(

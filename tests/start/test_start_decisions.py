@@ -248,3 +248,35 @@ def test_an_outlier_does_not_set_the_length_of_rows() -> None:
     assert decisions.choose_too_long(odd, 704, "dpo").value == "drop"
     assert decisions.choose_too_long(odd, 704, "sft").value == "cut"
     assert decisions.choose_sequence(usual, "dpo", 512, True).value == 512
+
+
+def test_a_model_of_the_hub_is_planned_with_its_settings_alone(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("huggingface_hub")
+    from tests.hub.hub_server import running_hub
+
+    data = write_rows(tmp_path / "chat.jsonl", chat(20))
+    monkeypatch.chdir(tmp_path)
+    with running_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "rush"))
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        hub.add("some/model", {file.name: file.read_bytes() for file in model.iterdir()})
+        made = start_recipe("some/model", data, device="cpu")
+        assert not hub.asked("model.safetensors")
+    assert made.recipe.model.init_from == "some/model"
+    assert made.recipe.shape() == SMALL
+    assert made.record["model"]["weights"]
+
+
+def test_a_corpus_for_a_trained_run_is_read_with_the_runs_tokenizer(model: Path, tmp_path: Path) -> None:
+    import rush
+
+    data = write_rows(tmp_path / "text.jsonl", texts(24))
+    first = start_recipe(model, data, "schedule.steps=1", "run.sample_tokens=0", device="cpu").recipe
+    ended = rush.train(first, out=tmp_path / "run")
+    again = start_recipe(ended.folder, data, "schedule.steps=1", "run.sample_tokens=0", device="cpu").recipe
+    assert again.data.tokenizer == str(ended.folder / "tokenizer")
+    assert rush.train(again, out=tmp_path / "again").summary.step == 1
