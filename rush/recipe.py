@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from rush.errors import RecipeError, nearest
 from rush.models import SIZES, Shape
-from rush.models.shape import LARGEST, rope_scaling_from
+from rush.models.numbers import LARGEST
+from rush.models.rope_scaling import rope_scaling_from
 
 Knob = bool | int | float | str
 AUTO = "auto"
@@ -369,7 +370,7 @@ def _shape_of(name: str, overrides: tuple[tuple[str, type, Any], ...]) -> Shape:
         known = getattr(base, key) if key in fields else None
         if not isinstance(known, (bool, int, float)):
             allowed = [field for field in fields if isinstance(getattr(base, field), (bool, int, float))]
-            allowed += ["rope_scaling"] * (base.family == "llama")
+            allowed += ["rope_scaling"] * base.has_rope
             raise RecipeError(f"model.shape.{key} is not a field of a shape; {nearest(key, allowed)}")
         if kind is not type(known) and not (isinstance(known, float) and kind is int):
             raise RecipeError(

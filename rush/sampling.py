@@ -157,8 +157,14 @@ def _draws(
     device = model.embedding.weight.device
     cache = model.new_cache(batch=1, capacity=capacity)
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    pending = prompt
+    read: list[int] = []
+    pending, switch = prompt, model.shape.rope_switch
     while True:
+        read += pending
+        cache.row_tokens = len(read)
+        if switch is not None and cache.length <= switch < len(read):
+            # From here on keys have other angles: the text is read again.
+            cache.length, pending = 0, read
         for start in range(0, len(pending), prefill_tokens):
             piece = torch.tensor([pending[start : start + prefill_tokens]], device=device)
             with torch.no_grad():  # not around the yield: the caller's own gradient mode must not change

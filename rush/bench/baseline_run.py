@@ -165,19 +165,22 @@ def build_baseline(recipe: Recipe, machine: Machine, options: BaselineOptions) -
 
 
 def baseline_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
-    """`LlamaForCausalLM` of this shape with random weights, SDPA attention, ready to train."""
-    if shape.family != "llama":
+    """The library's model of this shape with random weights, SDPA attention, ready to train."""
+    if shape.learned_positions or shape.attention_softcap is not None:
         raise RecipeError(
-            f"a baseline of kind transformers is a Llama, and the recipe's model is of the family {shape.family}; take kind recipe."
+            f"a baseline of kind transformers is a model with RoPE and without soft caps, which its SDPA attention does not have; the "
+            f"recipe's model is of the family {shape.family}; take kind recipe."
         )
     transformers = import_module("transformers")
     table = config_from_shape(shape)
+    architecture = table["architectures"][0]
     for key in ("architectures", "model_type", "dtype", "torch_dtype"):
         table.pop(key)
-    config = transformers.LlamaConfig(**{**table, "use_cache": False})
+    kind = getattr(transformers, architecture)
+    config = kind.config_class(**{**table, "use_cache": False})
     config._attn_implementation = "sdpa"
     with _default_dtype(dtype), device:
-        model = transformers.LlamaForCausalLM(config)
+        model = kind(config)
     return model.train()
 
 

@@ -178,7 +178,7 @@ def _attention(way: str, shape: Shape, rows: int, sequence: int, drawn: Draw, si
 def _norm(shape: Shape, tokens: int, drawn: Draw, size: int, device: str) -> Case:
     from rush.models.layers import LayerNorm, RMSNorm
 
-    kind = LayerNorm if shape.family == "gpt2" else RMSNorm
+    kind = LayerNorm if shape.norm == "layer" else RMSNorm
     x = drawn(tokens, shape.hidden)
     norm = kind(shape.hidden, shape.norm_eps).to(device=device, dtype=x.dtype)
     return _elementwise("norm", 2 * shape.num_layers + 1, x.numel(), NORM_FLOPS, 2 * size, lambda: norm(x))
@@ -191,14 +191,15 @@ def _elementwise(
 
 
 def _activation(shape: Shape, tokens: int, drawn: Draw, size: int) -> Case:
-    from rush.models.layers import GeluTanh, SwiGLU
+    from rush.models.layers import GeGLU, GeluTanh, SwiGLU
 
     up, layers = drawn(tokens, shape.intermediate), shape.num_layers
-    if shape.family == "gpt2":
+    if not shape.gated_mlp:
         gelu = GeluTanh()
         return _elementwise("activation", layers, up.numel(), GELU_FLOPS, 2 * size, lambda: gelu(up))
-    gate, swiglu = drawn(tokens, shape.intermediate), SwiGLU()
-    return _elementwise("activation", layers, up.numel(), SWIGLU_FLOPS, 3 * size, lambda: swiglu(gate, up))
+    gate, gated = drawn(tokens, shape.intermediate), SwiGLU() if shape.activation == "silu" else GeGLU()
+    flops = SWIGLU_FLOPS if shape.activation == "silu" else GELU_FLOPS + 1
+    return _elementwise("activation", layers, up.numel(), flops, 3 * size, lambda: gated(gate, up))
 
 
 def _loss(shape: Shape, tokens: int, drawn: Draw, device: str) -> Case:

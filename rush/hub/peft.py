@@ -25,10 +25,11 @@ from rush.data.hub_client import parse_id
 from rush.errors import DataError, RecipeError
 from rush.files import replacing
 from rush.hub.json_files import read_json, write_json
-from rush.hub.weight_names import exported_name
+from rush.hub.weight_names import exported_name, is_joined
 from rush.models import Decoder, Shape, build_model
 from rush.models.adapters import AdapterSpec, adapt, adapters, is_adapted
-from rush.models.shape import LARGEST_NUMBER
+from rush.models.families import FAMILIES
+from rush.models.numbers import LARGEST_NUMBER
 from rush.records.checkpoint_store import Checkpoint
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -74,6 +75,11 @@ def save_adapter(folder: Path, model: Decoder, base: str | None) -> list[str]:
     specs = {name: adapter.spec for name, _, adapter in adapters(model)}
     if not specs:
         raise DataError("this model has no adapters to write; export the whole model instead.")
+    if joined := next((name for name in specs if is_joined(model.shape, name)), None):
+        raise DataError(
+            f"{model.shape.family} stores {joined} in one tensor with others, which PEFT would adapt as one layer, and these "
+            "adapters are of single layers; write the merged model instead (rush merge)."
+        )
     distinct = set(specs.values())
     assert len(distinct) == 1, "all layers have the same adapter settings"
     (spec,) = distinct
@@ -95,7 +101,7 @@ def save_adapter(folder: Path, model: Decoder, base: str | None) -> list[str]:
         "use_dora": spec.dora,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": model.shape.family == "gpt2",
+        "fan_in_fan_out": FAMILIES[model.shape.family].transposed,
         "target_modules": sorted({_target_module(model.shape, name) for name in specs}),
         "modules_to_save": None,
         "inference_mode": True,
@@ -218,6 +224,11 @@ def _layers(shape: Shape) -> dict[str, _Layer]:
     """The linear layers of the blocks, by their Hugging Face names."""
     with torch.device("meta"):
         model = build_model(shape)
+    if FAMILIES[shape.family].joined:
+        raise DataError(
+            f"a PEFT adapter of a {shape.family} model adapts tensors that hold several layers, which rush keeps apart; merge "
+            "it with PEFT (merge_and_unload) and use the merged model."
+        )
     return {
         _hf_module(shape, name): _Layer(name, layer.out_features, layer.in_features)
         for role, entries in model.linears().items()

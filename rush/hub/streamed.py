@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rush.checkpoint.reader import SavedTensors
 from rush.checkpoint.tensor_names import DTYPES
 from rush.errors import DataError
-from rush.hub.weights import locate_hf_tensors
+from rush.hub.weights import FilePlace, locate_hf_tensors, own_part
 from rush.models import Decoder, Shape, build_model
 from rush.models.counts import list_parameters
 from rush.records.checkpoint_store import Checkpoint
@@ -27,22 +27,22 @@ from rush.records.checkpoint_store import Checkpoint
 class FileWeights(Mapping[str, Tensor]):
     """Weights read from their files on demand, under our names. Not mapped: mapped pages count as resident memory."""
 
-    def __init__(self, places: Mapping[str, tuple[Path, str, bool]]) -> None:
+    def __init__(self, places: Mapping[str, FilePlace]) -> None:
         self._places = dict(places)
-        self._headers = {file: _header(file) for file in {file for file, _, _ in self._places.values()}}
+        self._headers = {file: _header(file) for file in {place.file for place in self._places.values()}}
 
     def __getitem__(self, name: str) -> Tensor:
-        file, stored, transposed = self._places[name]
-        begin, entries = self._headers[file]
-        entry = entries[stored]
+        found = self._places[name]
+        begin, entries = self._headers[found.file]
+        entry = entries[found.stored]
         start, stop = entry["data_offsets"]
         content = bytearray(stop - start)
-        with file.open("rb") as handle:
+        with found.file.open("rb") as handle:
             handle.seek(begin + start)
             if handle.readinto(content) != stop - start:
-                raise DataError(f"{file} ends before {stored} does: fetch or export it again.")
+                raise DataError(f"{found.file} ends before {found.stored} does: fetch or export it again.")
         value = torch.frombuffer(content, dtype=DTYPES[entry["dtype"]]).view(entry["shape"])
-        return value.t().contiguous() if transposed else value
+        return own_part(value, found.place)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

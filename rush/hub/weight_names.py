@@ -1,64 +1,106 @@
-"""Hugging Face's names of our parameters.
+"""Hugging Face's names of our parameters, and where they lie in the stored tensors.
 
-GPT-2's linear weights are stored as [in, out], the transpose of nn.Linear's. A file may have the base model's prefix or not
-(without it the base model was saved without its head), so files are read by names without the prefix.
+A stored tensor may be the transpose of ours (GPT-2's linear weights are [in, out]), or hold several of ours as its rows
+(Phi-3's queries, keys and values). A file may have the base model's prefix or not (without it the base model was saved without
+its head), so files are read by names without the prefix.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
-from rush.models.counts import ParameterSpec
+from rush.models.counts import ParameterSpec, list_parameters
+from rush.models.families import FAMILIES
 from rush.models.shape import Shape
 
-BASE_PREFIX = {"gpt2": "transformer.", "llama": "model."}
-_PARTS = {
-    "gpt2": {
-        "embedding": "wte",
-        "position_embedding": "wpe",
-        "blocks": "h",
-        "attention_norm": "ln_1",
-        "attention.qkv": "attn.c_attn",
-        "attention.out": "attn.c_proj",
-        "mlp_norm": "ln_2",
-        "mlp.up": "mlp.c_fc",
-        "mlp.down": "mlp.c_proj",
-        "final_norm": "ln_f",
-    },
-    "llama": {
-        "embedding": "embed_tokens",
-        "blocks": "layers",
-        "attention_norm": "input_layernorm",
-        "attention.q": "self_attn.q_proj",
-        "attention.k": "self_attn.k_proj",
-        "attention.v": "self_attn.v_proj",
-        "attention.out": "self_attn.o_proj",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp.gate": "mlp.gate_proj",
-        "mlp.up": "mlp.up_proj",
-        "mlp.down": "mlp.down_proj",
-        "final_norm": "norm",
-    },
-}
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies in the files."""
+
+    stored: str
+    """The name of its tensor, without the base model's prefix."""
+    rows: tuple[int, int] | None = None
+    """First row and one past the last, where the tensor holds others too."""
+    transposed: bool = False
+
+
+def places(shape: Shape) -> dict[str, Place]:
+    """The place of every parameter, by our names."""
+    specs = list_parameters(shape)
+    rows = {spec.name: spec.dims[0] for spec in specs}
+    transposed = FAMILIES[shape.family].transposed
+    return {
+        # The LM head is an nn.Linear there, too.
+        spec.name: Place(
+            stored_name(shape, spec.name),
+            _rows(shape, spec.name, rows),
+            transposed and spec.matmul and spec.role != "head",
+        )
+        for spec in specs
+    }
 
 
 def stored_name(shape: Shape, name: str) -> str:
-    """A parameter's name in a file, without the base model's prefix."""
+    """The name of the tensor that holds a parameter, without the base model's prefix."""
     if name == "head.weight":
-        return "lm_head.weight"
-    parts = _PARTS[shape.family]
+        return HEAD
+    family = FAMILIES[shape.family]
     path, kind = name.rsplit(".", 1)
-    if match := re.fullmatch(r"blocks\.(\d+)\.(.+)", path):
-        return f"{parts['blocks']}.{match[1]}.{parts[match[2]]}.{kind}"
-    return f"{parts[path]}.{kind}"
+    block, own = _split(path)
+    if block is None:
+        return f"{family.names[own]}.{kind}"
+    joined = next((theirs for theirs, ours in family.joined.items() if own in ours), family.names[own])
+    return f"{family.names['blocks']}.{block}.{joined}.{kind}"
 
 
 def exported_name(shape: Shape, name: str) -> str:
     """A parameter's name in a file that rush writes, with the prefix."""
     stored = stored_name(shape, name)
-    return stored if name == "head.weight" else BASE_PREFIX[shape.family] + stored
+    return stored if name == "head.weight" else FAMILIES[shape.family].prefixes[0] + stored
 
 
-def is_transposed(shape: Shape, spec: ParameterSpec) -> bool:
-    """Whether a file holds the transpose. The LM head is an nn.Linear there, too."""
-    return shape.family == "gpt2" and spec.matmul and spec.role != "head"
+def without_prefix(shape: Shape, stored: str) -> str:
+    """A stored name without the base model's prefix, the longest one that fits."""
+    for prefix in sorted(FAMILIES[shape.family].prefixes, key=len, reverse=True):
+        if stored.startswith(prefix):
+            return stored.removeprefix(prefix)
+    return stored
+
+
+def is_ignored(shape: Shape, name: str) -> bool:
+    """Whether a tensor belongs to another part of the model, such as its vision tower."""
+    ignored = FAMILIES[shape.family].ignored
+    return bool(ignored) and name.startswith(ignored)
+
+
+def is_joined(shape: Shape, name: str) -> bool:
+    """Whether the files hold a module of ours together with others."""
+    return any(_split(name)[1] in ours for ours in FAMILIES[shape.family].joined.values())
+
+
+def stored_dims(shape: Shape, members: list[ParameterSpec], transposed: bool) -> tuple[int, ...]:
+    """The dims of a stored tensor that holds these parameters."""
+    first = members[0].dims
+    dims = (sum(spec.dims[0] for spec in members), *first[1:])
+    return dims[::-1] if transposed else dims
+
+
+def _split(path: str) -> tuple[str | None, str]:
+    """The number of a module's block and its name there; of modules outside blocks, None."""
+    match = re.fullmatch(r"blocks\.(\d+)\.(.+)", path)
+    return (match[1], match[2]) if match else (None, path)
+
+
+def _rows(shape: Shape, name: str, rows: dict[str, int]) -> tuple[int, int] | None:
+    path, kind = name.rsplit(".", 1)
+    block, own = _split(path)
+    for ours in FAMILIES[shape.family].joined.values() if block is not None else ():
+        if own in ours:
+            before = [f"blocks.{block}.{member}.{kind}" for member in ours[: ours.index(own)]]
+            first = sum(rows[member] for member in before)
+            return first, first + rows[name]
+    return None

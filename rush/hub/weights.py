@@ -1,8 +1,7 @@
 """Load and save Hugging Face folders: `config.json` and safetensors, one file or sharded.
 
-GPT-2's published linear weights are stored as [in, out], the transpose of nn.Linear's. Names vary: with or without the base
-model's prefix, with a tied head left out or stored twice, with old mask buffers. A tensor that is missing, unknown or of
-another shape is refused by name. Pickle files are refused: opening one can run any code.
+Where each parameter lies is in `weight_names.py`. Names vary: with or without the base model's prefix, with a tied head left
+out or stored twice, with old mask buffers. A tensor that is missing, unknown or of another shape is refused by name. Pickle files are refused: opening one can run any code.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,15 @@ from rush.files import replacing
 from rush.hub.config import config_from_shape, shape_from_config
 from rush.hub.generation_config import FILE as GENERATION
 from rush.hub.json_files import read_json, write_json
-from rush.hub.weight_names import BASE_PREFIX, exported_name, is_transposed, stored_name
+from rush.hub.weight_names import (
+    HEAD,
+    Place,
+    exported_name,
+    is_ignored,
+    places,
+    stored_dims,
+    without_prefix,
+)
 from rush.models.counts import ParameterSpec, list_parameters
 from rush.models.shape import Shape
 from rush.tensor_file import TensorSource, write_tensors
@@ -39,6 +47,27 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", tor
 _PLAIN_DTYPES = tuple(_DTYPES.values())
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the files, and the parameters that it holds: one, or several as its rows."""
+
+    name: str
+    """Without the base model's prefix."""
+    members: Sequence[ParameterSpec]
+    transposed: bool
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FilePlace:
+    """Where a parameter lies on disk."""
+
+    file: Path
+    stored: str
+    """With its prefix, as the file has it."""
+    place: Place
+
+
 def load_hf_folder(path: str | os.PathLike[str]) -> tuple[Shape, dict[str, Tensor]]:
     """The shape and the weights under our names, in the dtype of the file, on the CPU.
 
@@ -52,31 +81,52 @@ def load_hf_folder(path: str | os.PathLike[str]) -> tuple[Shape, dict[str, Tenso
     shape = shape_from_config(read_json(folder / "config.json", NOT_A_FOLDER))
     where = _locate(folder, shape)
     state: dict[str, Tensor] = {}
-    head = stored_name(shape, "head.weight")
-    for file in sorted({file for file, _ in where.values()}):
+    lying = places(shape)
+    for tensor in stored_tensors(shape):
+        file, stored = where[tensor.name]
         with _open(file) as tensors:
-            for spec in list_parameters(shape):
-                home, stored = where[stored_name(shape, spec.name)]
-                if home == file:
-                    state[spec.name] = _read(tensors, stored, spec, shape, file)
-            if shape.tied_head and head in where and where[head][0] == file:
-                state["head.weight"] = tensors.get_tensor(where[head][1])
+            _check_stored(tensors, stored, tensor, file)
+            value: Tensor = tensors.get_tensor(stored)
+        for spec in tensor.members:
+            state[spec.name] = own_part(value, lying[spec.name])
+    if shape.tied_head and HEAD in where:
+        file, stored = where[HEAD]
+        with _open(file) as tensors:
+            state["head.weight"] = tensors.get_tensor(stored)
     _check_tied_head(shape, state, folder)
     return shape, state
 
 
-def locate_hf_tensors(path: str | os.PathLike[str]) -> tuple[Shape, dict[str, tuple[Path, str, bool]]]:
-    """The shape, and for each parameter its file, its name there, and whether it is stored transposed."""
+def locate_hf_tensors(path: str | os.PathLike[str]) -> tuple[Shape, dict[str, FilePlace]]:
+    """The shape, and for each parameter where it lies."""
     folder = Path(path)
     shape = shape_from_config(read_json(folder / "config.json", NOT_A_FOLDER))
     where = _locate(folder, shape)
-    places: dict[str, tuple[Path, str, bool]] = {}
-    for spec in list_parameters(shape):
-        file, stored = where[stored_name(shape, spec.name)]
+    for tensor in stored_tensors(shape):
+        file, stored = where[tensor.name]
         with _open(file) as tensors:
-            _check_stored(tensors, stored, spec, shape, file)
-        places[spec.name] = (file, stored, is_transposed(shape, spec))
-    return shape, places
+            _check_stored(tensors, stored, tensor, file)
+    return shape, {name: FilePlace(*where[place.stored], place) for name, place in places(shape).items()}
+
+
+def stored_tensors(shape: Shape) -> list[StoredTensor]:
+    """The tensors of the files, in the order of the model."""
+    lying = places(shape)
+    members: dict[str, list[ParameterSpec]] = {}
+    for spec in list_parameters(shape):
+        members.setdefault(lying[spec.name].stored, []).append(spec)
+    found = []
+    for name, specs in members.items():
+        transposed = lying[specs[0].name].transposed
+        found.append(StoredTensor(name, specs, transposed, stored_dims(shape, specs, transposed)))
+    return found
+
+
+def own_part(value: Tensor, place: Place) -> Tensor:
+    """The parameter in a stored tensor."""
+    if place.rows is not None:
+        return value[slice(*place.rows)].contiguous().clone()
+    return value.t().contiguous() if place.transposed else value
 
 
 def save_hf_folder(
@@ -102,8 +152,9 @@ def save_hf_folder(
     seen = {spec.name: _meta_of(state, spec.name) for spec in specs if spec.name in state}
     _check_complete(seen, specs)
     folder = Path(path)
-    sizes = {name: _bytes(tensor, dtype) for name, tensor in seen.items()}
-    shards = _split(specs, sizes, max_shard_bytes)
+    whole = stored_tensors(shape)
+    sizes = {tensor.name: sum(_bytes(seen[spec.name], dtype) for spec in tensor.members) for tensor in whole}
+    shards = _split(whole, sizes, max_shard_bytes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if present := sorted(file.name for file in folder.glob("model*.safetensors*")):
@@ -115,14 +166,14 @@ def save_hf_folder(
             suffix = "" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"
             name = f"model{suffix}.safetensors"
             sources = {
-                exported_name(shape, spec.name): _stored_source(state, seen[spec.name], spec, shape, dtype)
-                for spec in shard
+                exported_name(shape, tensor.members[0].name): _stored_source(state, seen, tensor, dtype)
+                for tensor in shard
             }
             with replacing(folder / name) as temporary:
                 write_tensors(temporary, sources, {"format": "pt"})
             weight_map |= dict.fromkeys(sources, name)
         if len(shards) > 1:
-            total = sum(sizes[spec.name] for spec in specs)
+            total = sum(sizes.values())
             write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         stored = str(dtype or seen["embedding.weight"].dtype).removeprefix("torch.")
         write_json(
@@ -143,15 +194,17 @@ def _locate(folder: Path, shape: Shape) -> dict[str, tuple[Path, str]]:
     for file in _weight_files(folder):
         with _open(file) as tensors:
             for stored in tensors.keys():  # noqa: SIM118 (not a mapping)
-                name = stored.removeprefix(BASE_PREFIX[shape.family])
+                name = without_prefix(shape, stored)
+                if is_ignored(shape, name):
+                    continue
                 if name in where:
                     raise DataError(
                         f"{folder} holds the tensor {name} twice: in {where[name][0].name} and {file.name}."
                     )
                 where[name] = (file, stored)
-    expected = {stored_name(shape, spec.name) for spec in list_parameters(shape)}
+    expected = {place.stored for place in places(shape).values()}
     # A tied head may be stored too; whether it equals the embedding is checked on loading.
-    unknown = {name for name in where if not _CONSTANTS.fullmatch(name)} - expected - {"lm_head.weight"}
+    unknown = {name for name in where if not _CONSTANTS.fullmatch(name)} - expected - {HEAD}
     if missing := expected - where.keys():
         raise DataError(f"{folder} lacks {_name_some(missing)}, which config.json calls for.")
     if unknown:
@@ -192,23 +245,16 @@ def _open(file: Path) -> Any:
         ) from error
 
 
-def _read(tensors: Any, stored: str, spec: ParameterSpec, shape: Shape, file: Path) -> Tensor:
-    _check_stored(tensors, stored, spec, shape, file)
-    tensor: Tensor = tensors.get_tensor(stored)
-    return tensor.t().contiguous() if is_transposed(shape, spec) else tensor
-
-
-def _check_stored(tensors: Any, stored: str, spec: ParameterSpec, shape: Shape, file: Path) -> None:
+def _check_stored(tensors: Any, stored: str, tensor: StoredTensor, file: Path) -> None:
     entry = tensors.get_slice(stored)
     if entry.get_dtype() not in _PLAIN_DTYPES:
         raise DataError(
             f"{file}: {stored} is stored as {entry.get_dtype()}; allowed are {', '.join(_PLAIN_DTYPES)}. "
             f"Quantized weights must be converted first."
         )
-    expected = spec.dims[::-1] if is_transposed(shape, spec) else spec.dims
-    if tuple(entry.get_shape()) != expected:
+    if tuple(entry.get_shape()) != tensor.dims:
         raise DataError(
-            f"{file}: {stored} has the shape {tuple(entry.get_shape())}; config.json calls for {expected}."
+            f"{file}: {stored} has the shape {tuple(entry.get_shape())}; config.json calls for {tensor.dims}."
         )
 
 
@@ -248,19 +294,19 @@ def _check_complete(state: Mapping[str, Tensor], specs: tuple[ParameterSpec, ...
 
 
 def _split(
-    specs: tuple[ParameterSpec, ...], sizes: Mapping[str, int], max_shard_bytes: int
-) -> list[list[ParameterSpec]]:
+    tensors: Sequence[StoredTensor], sizes: Mapping[str, int], max_shard_bytes: int
+) -> list[list[StoredTensor]]:
     """Tensors in order, in files up to the limit; a tensor above the limit gets its own."""
     if max_shard_bytes < 1:
         raise RecipeError(f"max_shard_bytes must be at least 1: found {max_shard_bytes}.")
-    shards: list[list[ParameterSpec]] = [[]]
+    shards: list[list[StoredTensor]] = [[]]
     filled = 0
-    for spec in specs:
-        if shards[-1] and filled + sizes[spec.name] > max_shard_bytes:
+    for tensor in tensors:
+        if shards[-1] and filled + sizes[tensor.name] > max_shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(spec)
-        filled += sizes[spec.name]
+        shards[-1].append(tensor)
+        filled += sizes[tensor.name]
     return shards
 
 
@@ -275,12 +321,14 @@ def _meta_of(state: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _stored_source(
-    state: Mapping[str, Tensor], seen: Tensor, spec: ParameterSpec, shape: Shape, dtype: torch.dtype | None
+    state: Mapping[str, Tensor], seen: Mapping[str, Tensor], tensor: StoredTensor, dtype: torch.dtype | None
 ) -> TensorSource:
+    kind = dtype or seen[tensor.members[0].name].dtype
+
     def read() -> memoryview:
-        kept = state[spec.name].detach().to("cpu", dtype or seen.dtype)
-        kept = (kept.t() if is_transposed(shape, spec) else kept).contiguous()
+        parts = [state[spec.name].detach().to("cpu", kind) for spec in tensor.members]
+        kept = parts[0] if len(parts) == 1 else torch.cat(parts)
+        kept = (kept.t() if tensor.transposed else kept).contiguous()
         return kept.reshape(-1).view(torch.uint8).numpy().data
 
-    dims = spec.dims[::-1] if is_transposed(shape, spec) else spec.dims
-    return TensorSource(_DTYPES[dtype or seen.dtype], tuple(dims), read)
+    return TensorSource(_DTYPES[kind], tensor.dims, read)

@@ -1,4 +1,4 @@
-"""GPT-2 and Llama in plain PyTorch, their published sizes, parameter counts and FLOPs."""
+"""Models in plain PyTorch: families as data, their published sizes, parameter counts and FLOPs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ from rush.models.construct import build_model
 from rush.models.counts import count_parameters, flops_per_token, matmul_parameters, parameter_table
 from rush.models.decoder import Decoder, check_tokens
 from rush.models.layers import KVCache
-from rush.models.shape import SIZES, LinearRopeScaling, RopeScaling, Shape, shape_of
+from rush.models.rope_scaling import LinearRopeScaling, LongRopeScaling, RopeScaling, YarnRopeScaling
+from rush.models.shape import AttentionForm, Shape
+from rush.models.sizes import SIZES, shape_of
 
 __all__ = [
     "SIZES",
+    "AttentionForm",
     "Decoder",
     "KVCache",
     "LinearRopeScaling",
+    "LongRopeScaling",
     "RopeScaling",
     "Shape",
+    "YarnRopeScaling",
     "build_model",
     "check_tokens",
     "count_parameters",

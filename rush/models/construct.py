@@ -21,7 +21,7 @@ def build_model(shape: Shape, *, seed: int = 0) -> Decoder:
     """
     device = torch.get_default_device()
     with torch.device("meta"):
-        model = GPT2(shape) if shape.family == "gpt2" else Llama(shape)
+        model = GPT2(shape) if shape.learned_positions else Llama(shape)
     if device.type != "meta":
         model.to_empty(device=device)
         model.init_weights(seed)

@@ -5,7 +5,7 @@ of the mapping to Hugging Face names, so that the three agree.
 
 FLOPs: a weight of a linear layer takes one multiply and one add per token forward, and twice that backward: 6 in total. The
 two matmuls of attention take 4·hidden per query and key forward, 12 with the backward pass; a causal query attends to half
-the keys on average, hence 6·layers·hidden·sequence. Norms, activations, softmax and the embedding lookup are left out: they
+the keys on average, hence 6·layers·hidden·sequence; with a sliding window to fewer. Norms, activations, softmax and the embedding lookup are left out: they
 are bound by memory bandwidth.
 """
 
@@ -48,7 +48,7 @@ class TableRow:
 def list_parameters(shape: Shape) -> tuple[ParameterSpec, ...]:
     """All parameters, in the order of the model. A tied head adds none."""
     specs = [ParameterSpec("embedding.weight", "embedding", (shape.vocab_size, shape.hidden), False)]
-    if shape.family == "gpt2":
+    if shape.learned_positions:
         specs.append(
             ParameterSpec("position_embedding.weight", "positions", (shape.context, shape.hidden), False)
         )
@@ -78,7 +78,16 @@ def flops_per_token(shape: Shape, sequence: int, *, frozen: bool = False) -> int
     """
     attention_width = shape.num_heads * shape.head_dim
     per_weight = 4 if frozen else 6
-    return per_weight * matmul_parameters(shape) + 6 * shape.num_layers * attention_width * sequence
+    keys = sum(round(2 * mean_keys(shape, layer, sequence)) for layer in range(shape.num_layers))
+    return per_weight * matmul_parameters(shape) + 6 * attention_width * keys
+
+
+def mean_keys(shape: Shape, layer: int, sequence: float) -> float:
+    """How many keys a query attends to on average: half of the row, or with a window w about w, less at the row's start."""
+    window = shape.window_of(layer)
+    if window is None or window >= sequence:
+        return sequence / 2
+    return window - window * window / (2 * sequence)
 
 
 def parameter_table(shape: Shape) -> tuple[TableRow, ...]:
@@ -102,20 +111,29 @@ def _row(name: str, specs: list[ParameterSpec]) -> TableRow:
 def _block_parameters(shape: Shape, prefix: str) -> Iterator[ParameterSpec]:
     hidden, wide = shape.hidden, shape.intermediate
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    bias = shape.family == "gpt2"
-    yield from _norm(shape, f"{prefix}attention_norm")
-    if shape.family == "gpt2":
+    qkv_bias, bias = shape.qkv_biases, shape.all_biases
+    if shape.norms_before:
+        yield from _norm(shape, f"{prefix}attention_norm")
+    if shape.joined_qkv:
         yield from _linear(f"{prefix}attention.qkv", "qkv", query + 2 * key, hidden, bias)
     else:
-        yield from _linear(f"{prefix}attention.q", "q", query, hidden, bias)
-        yield from _linear(f"{prefix}attention.k", "k", key, hidden, bias)
-        yield from _linear(f"{prefix}attention.v", "v", key, hidden, bias)
+        yield from _linear(f"{prefix}attention.q", "q", query, hidden, qkv_bias)
+        yield from _linear(f"{prefix}attention.k", "k", key, hidden, qkv_bias)
+        yield from _linear(f"{prefix}attention.v", "v", key, hidden, qkv_bias)
+    if shape.qk_norm != "none":
+        heads = shape.qk_norm == "head"
+        yield from _norm(shape, f"{prefix}attention.q_norm", shape.head_dim if heads else query)
+        yield from _norm(shape, f"{prefix}attention.k_norm", shape.head_dim if heads else key)
     yield from _linear(f"{prefix}attention.out", "attention_out", hidden, query, bias)
-    yield from _norm(shape, f"{prefix}mlp_norm")
-    if shape.family == "llama":
+    if shape.norms_before:
+        yield from _norm(shape, f"{prefix}mlp_norm")
+    if shape.gated_mlp:
         yield from _linear(f"{prefix}mlp.gate", "mlp_gate", wide, hidden, bias)
     yield from _linear(f"{prefix}mlp.up", "mlp_up", wide, hidden, bias)
     yield from _linear(f"{prefix}mlp.down", "mlp_down", hidden, wide, bias)
+    if shape.norms_after:
+        yield from _norm(shape, f"{prefix}attention_post_norm")
+        yield from _norm(shape, f"{prefix}mlp_post_norm")
 
 
 def _linear(name: str, role: str, rows: int, columns: int, bias: bool) -> Iterator[ParameterSpec]:
@@ -124,8 +142,8 @@ def _linear(name: str, role: str, rows: int, columns: int, bias: bool) -> Iterat
         yield ParameterSpec(f"{name}.bias", role, (rows,), False)
 
 
-def _norm(shape: Shape, name: str) -> Iterator[ParameterSpec]:
-    role = name.rsplit(".", 1)[-1]
-    yield ParameterSpec(f"{name}.weight", role, (shape.hidden,), False)
-    if shape.family == "gpt2":
-        yield ParameterSpec(f"{name}.bias", role, (shape.hidden,), False)
+def _norm(shape: Shape, name: str, width: int | None = None) -> Iterator[ParameterSpec]:
+    role, dims = name.rsplit(".", 1)[-1], (width or shape.hidden,)
+    yield ParameterSpec(f"{name}.weight", role, dims, False)
+    if shape.norm == "layer":
+        yield ParameterSpec(f"{name}.bias", role, dims, False)

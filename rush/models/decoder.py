@@ -1,10 +1,10 @@
-"""The decoder both families share: embedding, blocks, final norm, LM head.
+"""The decoder all families share: embedding, blocks, final norm, LM head.
 
 One forward serves training and inference: with labels it returns the summed loss, without them the logits. So a wrapper
 (compile, DDP, FSDP) wraps one module.
 
 A technique changes a model through its slots, per instance: `block.attention.core`,
-`block.attention.rotate`, the norms, `block.mlp` and its `activation`, the steps between layers (`split`, `widen`,
+`block.attention.rotate`, the norms (`norms()` lists them), `block.mlp` and its `activation`, the steps between layers (`split`, `widen`,
 `fan_out`), `model.loss_head`, `model.document_form` (how packed documents are described to attention), and the linear
 layers that `linears()` lists by role. The forward does not depend on what fills a slot.
 
@@ -13,7 +13,7 @@ Shapes: b batch, t position, d hidden, v vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -21,21 +21,49 @@ from torch import Tensor, nn
 
 from rush.errors import DataError
 from rush.models.initial import initial_values
-from rush.models.layers import DocumentIds, KVCache, LayerCache, PlainLossHead, Rotary, losses_by_row
+from rush.models.layers import (
+    DocumentIds,
+    KVCache,
+    LayerCache,
+    LayerNorm,
+    PlainLossHead,
+    RMSNorm,
+    losses_by_row,
+    soft_cap,
+)
+from rush.models.rotary import Rotary
 from rush.models.shape import Shape
+
+Angles = tuple[Tensor, Tensor]
+"""RoPE's cosines and sines."""
 
 
 class Block(nn.Module):
-    """Attention, then an MLP; each reads a normalized copy of the residual stream and adds to it."""
+    """Attention, then an MLP; each reads a normalized copy of the residual stream and adds to it.
+
+    Some families normalize or scale what is added; a norm that a family does not have is the identity before a sublayer, and
+    None after it.
+    """
 
     def __init__(
-        self, attention_norm: nn.Module, attention: nn.Module, mlp_norm: nn.Module, mlp: nn.Module
+        self,
+        attention_norm: nn.Module,
+        attention: nn.Module,
+        mlp_norm: nn.Module,
+        mlp: nn.Module,
+        *,
+        attention_post_norm: nn.Module | None = None,
+        mlp_post_norm: nn.Module | None = None,
+        residual_scale: float | None = None,
     ) -> None:
         super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.attention_post_norm = attention_post_norm
+        self.mlp_post_norm = mlp_post_norm
+        self.residual_scale = residual_scale
 
     def forward(
         self,
@@ -46,15 +74,24 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         query_offset: int = 0,
     ) -> Tensor:
-        x_btd = x_btd + self.attention(
-            self.attention_norm(x_btd),
-            rotary=rotary,
-            documents=documents,
-            cache=cache,
-            query_offset=query_offset,
+        # (No name for the output: it is freed before the MLP.)
+        x_btd = x_btd + self.added(
+            self.attention(
+                self.attention_norm(x_btd),
+                rotary=rotary,
+                documents=documents,
+                cache=cache,
+                query_offset=query_offset,
+            ),
+            self.attention_post_norm,
         )
-        out: Tensor = x_btd + self.mlp(self.mlp_norm(x_btd))
-        return out
+        return x_btd + self.added(self.mlp(self.mlp_norm(x_btd)), self.mlp_post_norm)
+
+    def added(self, output_btd: Tensor, post_norm: nn.Module | None) -> Tensor:
+        """What a sublayer's output adds to the residual stream."""
+        if post_norm is not None:
+            output_btd = post_norm(output_btd)
+        return output_btd if self.residual_scale is None else output_btd * self.residual_scale
 
 
 class Elsewhere(nn.Module):
@@ -73,9 +110,16 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.final_norm = final_norm
         self.head = nn.Linear(shape.hidden, shape.vocab_size, bias=False)
-        self.loss_head: nn.Module = PlainLossHead()
+        self.loss_head: nn.Module = PlainLossHead(shape.logit_softcap)
         self.document_form: nn.Module = DocumentIds()
         self.rotary: Rotary | None = None
+        self.local_rotary: Rotary | None = None
+        """RoPE of layers with a window, where it is another."""
+        # Gemma: sqrt(hidden), rounded to the dtype of the weights.
+        self.width_scales = {
+            dtype: float(torch.tensor(shape.hidden**0.5, device="cpu", dtype=dtype))
+            for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        }
         self.tie_head()
         self.register_state_dict_post_hook(_drop_tied_head)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_restore_tied_head)  # type: ignore[no-untyped-call]
@@ -84,7 +128,10 @@ class Decoder(nn.Module):
     def embed(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
         """Token ids to vectors; GPT-2 adds its learned positions here."""
         x_btd: Tensor = self.embedding(tokens_bt)
-        return x_btd
+        if self.shape.structure.embedding_by_width:
+            x_btd = x_btd * self.width_scales[x_btd.dtype]
+        scale = self.shape.embedding_scale
+        return x_btd if scale is None else x_btd * scale
 
     def forward(
         self,
@@ -116,12 +163,13 @@ class Decoder(nn.Module):
             _check_length("the model", offset + num_new, self.shape.context)
             positions_bt = torch.arange(offset, offset + num_new, device=tokens_bt.device)[None]
 
-        rotary, documents = self.attention_inputs(positions_bt, documents_bt, starts_n)
+        row_tokens = None if cache is None else cache.row_tokens
+        rotary, documents = self.attention_inputs(positions_bt, documents_bt, starts_n, row_tokens)
         x_btd = self.embed(tokens_bt, positions_bt)
         for layer, block in enumerate(self.blocks):
             x_btd = block(
                 x_btd,
-                rotary=rotary,
+                rotary=rotary[layer],
                 documents=documents,
                 cache=None if cache is None else cache.layers[layer],
                 query_offset=offset,
@@ -131,22 +179,44 @@ class Decoder(nn.Module):
         return self.predict(x_btd, labels_bt, by_row=by_row)
 
     def attention_inputs(
-        self, positions_bt: Tensor, documents_bt: Tensor | None, starts_n: Tensor | None
-    ) -> tuple[tuple[Tensor, Tensor] | None, Any]:
-        """What every block gets besides the hidden states: RoPE's cosines and sines, and the packed documents."""
+        self,
+        positions_bt: Tensor,
+        documents_bt: Tensor | None,
+        starts_n: Tensor | None,
+        row_tokens: int | None = None,
+    ) -> tuple[list[Angles | None], Any]:
+        """What blocks get besides the hidden states: RoPE's cosines and sines for each layer, and the packed documents."""
         documents = None if documents_bt is None else self.document_form(documents_bt, starts_n)
-        return None if self.rotary is None else self.rotary(positions_bt), documents
+        shape = self.shape
+        whole = None if self.rotary is None else self.rotary(positions_bt, row_tokens)
+        local = whole if self.local_rotary is None else self.local_rotary(positions_bt)
+        angles = [
+            (local if shape.is_local(layer) else whole) if shape.rotates(layer) else None
+            for layer in range(shape.num_layers)
+        ]
+        return angles, documents
 
     def predict(self, x_btd: Tensor, labels_bt: Tensor | None, *, by_row: bool = False) -> Tensor:
         """Final norm and LM head: logits, or the loss of the labels."""
         hidden_btd = self.final_norm(x_btd)
+        if self.shape.logit_divisor is not None:
+            hidden_btd = hidden_btd / self.shape.logit_divisor  # so that any loss head divides its logits
         if labels_bt is None:
-            logits_btv: Tensor = self.head(hidden_btd).float()
-            return logits_btv
+            return soft_cap(self.head(hidden_btd).float(), self.shape.logit_softcap)
         if by_row:
             return losses_by_row(self.loss_head, hidden_btd, self.head.weight, labels_bt)
         loss: Tensor = self.loss_head(hidden_btd, self.head.weight, labels_bt)
         return loss
+
+    def norms(self) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+        """Every norm: the module that has it, its name there, and itself."""
+        for owner in self.modules():
+            for name, module in owner.named_children():
+                if isinstance(module, LayerNorm | RMSNorm):
+                    yield owner, name, module
+
+    def rotaries(self) -> list[Rotary]:
+        return [rotary for rotary in (self.rotary, self.local_rotary) if rotary is not None]
 
     def linears(self) -> dict[str, list[tuple[str, nn.Linear]]]:
         """The linear layers by role, with their qualified names; LoRA, fp8 and sharding replace or change them."""
@@ -187,8 +257,8 @@ class Decoder(nn.Module):
 
     def init_buffers(self) -> None:
         """Compute RoPE's frequencies on the device of the weights (after weights were assigned in place)."""
-        if self.rotary is not None:
-            self.rotary.fill(next(self.parameters()).device)
+        for rotary in self.rotaries():
+            rotary.fill(next(self.parameters()).device)
 
     def tie_head(self) -> None:
         """Tie the LM head to the embedding where the shape says so and the head is on this rank."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rush.models.decoder import Block, Decoder
 from rush.models.layers import GeluMLP, LayerCache, LayerNorm, PlainAttention
-from rush.models.shape import Shape
+from rush.models.shape import AttentionForm, Shape
 
 
 class Split(nn.Module):
@@ -31,6 +31,7 @@ class FusedAttention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
+        self.form = AttentionForm()
         self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden)
         self.split: nn.Module = Split()
         self.core: nn.Module = PlainAttention()

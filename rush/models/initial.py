@@ -5,8 +5,8 @@ values do not depend on the device, on the order of tensors, or on which tensors
 unchanged. Sampling takes some ten seconds per billion parameters and core. A large tensor is sampled in blocks on all
 cores, each with its own generator, and the next tensor is sampled while one is copied to the model's device.
 
-Both families use a normal distribution with standard deviation 0.02. GPT-2 scales the two projections that write to the
-residual stream by 1/sqrt(2·layers), because that many independent terms add up there.
+All families use a normal distribution with standard deviation 0.02. GPT-2 scales the two projections that write to the
+residual stream by 1/sqrt(2·layers), because that many independent terms add up there. Norms begin as the identity.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def initial_value(shape: Shape, spec: ParameterSpec, seed: int) -> Tensor:
     if spec.name.endswith(".bias"):
         return torch.zeros(spec.dims, device="cpu", dtype=torch.float32)
     if spec.role.endswith("norm"):
-        return torch.ones(spec.dims, device="cpu", dtype=torch.float32)
+        start = 0.0 if shape.structure.norm_offset else 1.0
+        return torch.full(spec.dims, start, device="cpu", dtype=torch.float32)
     value = torch.empty(spec.dims, device="cpu", dtype=torch.float32)
     blocks, deviation = torch.split(value.flatten(), BLOCK), _standard_deviation(shape, spec)
 
@@ -64,7 +65,7 @@ def initial_value(shape: Shape, spec: ParameterSpec, seed: int) -> Tensor:
 
 
 def _standard_deviation(shape: Shape, spec: ParameterSpec) -> float:
-    if shape.family == "gpt2" and spec.role in ("attention_out", "mlp_down"):
+    if shape.structure.scaled_outputs and spec.role in ("attention_out", "mlp_down"):
         return STANDARD_DEVIATION / math.sqrt(2 * shape.num_layers)
     return STANDARD_DEVIATION
 

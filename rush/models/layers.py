@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +19,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rush.errors import DataError
-from rush.models.shape import LinearRopeScaling, RopeScaling, Shape
+from rush.models.shape import AttentionForm, Shape
 
 IGNORED_LABEL = -100
+PLAIN_FORM = AttentionForm()
+
+
+def soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    """cap · tanh(x / cap): nearly x where it is small, and never beyond the cap."""
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 class LayerNorm(nn.Module):
@@ -47,9 +52,39 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x_btd: Tensor) -> Tensor:
+        return self.weight * self.normalized(x_btd).to(x_btd.dtype)
+
+    def normalized(self, x_btd: Tensor) -> Tensor:
+        """In fp32, before the weight."""
         wide = x_btd.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * scaled.to(x_btd.dtype)
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+
+    def scale(self) -> Tensor:
+        """What the normalized values are multiplied by."""
+        return self.weight
+
+
+class RoundedRMSNorm(RMSNorm):
+    """RMSNorm that multiplies by its weight in fp32 and rounds the product: OLMo 2."""
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        return (self.normalized(x_btd) * self.scale().float()).to(x_btd.dtype)
+
+
+class OffsetRMSNorm(RoundedRMSNorm):
+    """RMSNorm that multiplies by 1 + weight: Gemma. The weight is initialized to zeros."""
+
+    def scale(self) -> Tensor:
+        return 1.0 + self.weight.float()
+
+
+def rms_norm(shape: Shape, width: int) -> RMSNorm:
+    """The RMSNorm of a shape."""
+    structure = shape.structure
+    kind = (
+        OffsetRMSNorm if structure.norm_offset else RoundedRMSNorm if structure.norm_rounds_last else RMSNorm
+    )
+    return kind(width, shape.norm_eps)
 
 
 class DocumentIds(nn.Module):
@@ -66,6 +101,10 @@ class DocumentIds(nn.Module):
 class PlainAttention(nn.Module):
     """Softmax attention with the full score matrix in memory: the reference for other cores."""
 
+    def __init__(self, form: AttentionForm = PLAIN_FORM) -> None:
+        super().__init__()
+        self.form = form
+
     def forward(
         self,
         q_bhtd: Tensor,
@@ -81,11 +120,15 @@ class PlainAttention(nn.Module):
         """
         group = q_bhtd.shape[1] // k_bksd.shape[1]
         k_bhsd, v_bhsd = k_bksd.repeat_interleave(group, dim=1), v_bksd.repeat_interleave(group, dim=1)
-        scores_bhts = q_bhtd @ k_bhsd.transpose(-1, -2) * q_bhtd.shape[-1] ** -0.5
+        form = self.form
+        scale = q_bhtd.shape[-1] ** -0.5 if form.scale is None else form.scale
+        scores_bhts = soft_cap(q_bhtd @ k_bhsd.transpose(-1, -2) * scale, form.softcap)
         num_queries, num_keys = scores_bhts.shape[-2:]
         key_s = torch.arange(num_keys, device=q_bhtd.device)
         query_t = torch.arange(query_offset, query_offset + num_queries, device=q_bhtd.device)
         visible = (key_s[None, :] <= query_t[:, None])[None, None]
+        if form.window is not None:
+            visible = visible & (key_s[None, :] > query_t[:, None] - form.window)
         if documents is not None:
             query_documents = documents[:, query_offset : query_offset + num_queries]
             visible = visible & (query_documents[:, :, None] == documents[:, None, :])[:, None]
@@ -98,8 +141,12 @@ class PlainAttention(nn.Module):
 class PlainLossHead(nn.Module):
     """The summed next-token negative log-likelihood from full fp32 logits."""
 
+    def __init__(self, softcap: float | None = None) -> None:
+        super().__init__()
+        self.softcap = softcap
+
     def forward(self, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
-        logits_btv = F.linear(hidden_btd, head_weight_vd).float()
+        logits_btv = soft_cap(F.linear(hidden_btd, head_weight_vd).float(), self.softcap)
         return F.cross_entropy(
             logits_btv.flatten(0, 1), labels_bt.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )
@@ -136,6 +183,13 @@ class SwiGLU(nn.Module):
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up
+
+
+class GeGLU(nn.Module):
+    """GELU, in its tanh form, as a gate: gelu(gate) * up."""
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.gelu(gate, approximate="tanh") * up
 
 
 class Widen(nn.Module):
@@ -179,89 +233,19 @@ class FanOut(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """Llama's gated MLP: gate and up projections, SwiGLU, down projection, without biases."""
+    """Llama's gated MLP: gate and up projections, SwiGLU (or Gemma's GeGLU), down projection, without biases."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.gate = nn.Linear(shape.hidden, shape.intermediate, bias=False)
         self.up = nn.Linear(shape.hidden, shape.intermediate, bias=False)
         self.fan_out: nn.Module = FanOut()
-        self.activation = SwiGLU()
+        self.activation: nn.Module = SwiGLU() if shape.activation == "silu" else GeGLU()
         self.down = nn.Linear(shape.intermediate, shape.hidden, bias=False)
 
     def forward(self, x_btd: Tensor) -> Tensor:
         out: Tensor = self.down(self.activation(*self.fan_out(x_btd, self.gate, self.up)))
         return out
-
-
-def inverse_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | LinearRopeScaling | None
-) -> Tensor:
-    """RoPE's inverse frequencies (radians per position), on the CPU in fp32, scaled linearly or as in Llama 3.1."""
-    exponents = torch.arange(0, head_dim, 2, device="cpu", dtype=torch.float32) / head_dim
-    frequencies = 1.0 / theta**exponents
-    if scaling is None:
-        return frequencies
-    if isinstance(scaling, LinearRopeScaling):
-        return frequencies / scaling.factor
-    rotations = scaling.original_context * frequencies / (2 * math.pi)  # within the original context
-    blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clamp(0.0, 1.0)  # 0 below the low factor: fully slowed; 1 above the high one: kept
-    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
-
-
-class Rotary(nn.Module):
-    """RoPE: cosines and sines of the angles by which queries and keys are rotated.
-
-    The frequencies stay in fp32 whatever the dtype of the weights: at position 100,000 a bf16 frequency is wrong by
-    whole rotations. So they are recomputed whenever the module is moved or cast, also from the meta device.
-    """
-
-    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | LinearRopeScaling | None) -> None:
-        super().__init__()
-        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
-        self.cos_and_sin = cos_and_sin
-        """A slot: from angles to cosines and sines."""
-        self.frequencies: Tensor
-        self.register_buffer("frequencies", torch.empty(head_dim // 2, dtype=torch.float32), persistent=False)
-        self.fill(self.frequencies.device)
-
-    def fill(self, device: torch.device) -> None:
-        self.frequencies = inverse_frequencies(self.head_dim, self.theta, self.scaling).to(device)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.fill(self.frequencies.device)
-        return self
-
-    def forward(self, positions_bt: Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions_bt[..., None].float() * self.frequencies
-        return self.cos_and_sin(torch.cat((angles, angles), dim=-1))
-
-
-def cos_and_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
-    return angles.cos(), angles.sin()
-
-
-class PlainRotate(nn.Module):
-    """Rotates each pair (i, i + d/2) of every query and key by the angle of its position, in fp32.
-
-    The output has the memory layout of the input, the heads of a position side by side. So has attention's output, which
-    needs no copy before the next layer.
-    """
-
-    def forward(
-        self, q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        cos, sin = cos_btd[:, :, None], sin_btd[:, :, None]
-        q_bthd, k_btkd = q_bhtd.transpose(1, 2), k_bktd.transpose(1, 2)
-        return _rotate(q_bthd, cos, sin).transpose(1, 2), _rotate(k_btkd, cos, sin).transpose(1, 2)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = torch.cat((first, second), dim=-1) * cos + torch.cat((-second, first), dim=-1) * sin
-    return rotated.to(x.dtype)
 
 
 class LayerCache:
@@ -291,6 +275,8 @@ class KVCache:
         dims = (batch, shape.num_kv_heads, capacity, shape.head_dim)
         self.capacity = capacity
         self.length = 0
+        self.row_tokens: int | None = None
+        """Length of the whole text, where it is read in pieces and RoPE depends on it (LongRoPE)."""
         self.layers = [
             LayerCache(
                 torch.zeros(dims, device=device, dtype=dtype), torch.zeros(dims, device=device, dtype=dtype)

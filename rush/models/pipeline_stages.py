@@ -120,8 +120,8 @@ class StageModule(nn.Module):
         if self.span.is_first:
             x_btd = model.embed(tokens_bt, positions_bt)
         assert x_btd is not None
-        for block in self.blocks:
-            x_btd = block(x_btd, rotary=rotary, documents=documents)
+        for layer, block in enumerate(self.blocks, start=self.span.start):
+            x_btd = block(x_btd, rotary=rotary[layer], documents=documents)
         assert x_btd is not None
         return model.predict(x_btd, labels_bt) if self.span.is_last else x_btd
 

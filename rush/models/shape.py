@@ -1,76 +1,50 @@
 """The architecture of a model: one frozen `Shape` per size, validated on construction.
 
-A shape determines the tensors and the arithmetic of a decoder, and nothing about training. The two families differ in a few
-choices: GPT-2 has learned positions, LayerNorm and biases; Llama has RoPE, grouped-query attention, RMSNorm and a gated MLP.
-`SIZES` holds the published shapes under the names that recipes use, and two toy shapes for a laptop.
+A shape determines the tensors and the arithmetic of a decoder, and nothing about training. What all models of a family have
+(kinds of norms, biases, activation) is the family's `Structure`; a shape has the numbers. Other code asks a shape for its
+features (`has_rope`, `norm`, `gated_mlp`, `window_of`), never for the name of its family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from rush.errors import RecipeError, nearest
+from rush.models.families import FAMILIES, Structure
+from rush.models.numbers import LARGEST, LARGEST_NUMBER, divisors, positive, whole
+from rush.models.rope_scaling import LongRopeScaling, Scaling
 
-Family = Literal["gpt2", "llama"]
-FAMILIES: tuple[Family, ...] = ("gpt2", "llama")
+__all__ = ["LARGEST", "LARGEST_NUMBER", "AttentionForm", "Shape"]
 
-
-LARGEST = {
-    "vocab_size": 2**24,
-    "context": 2**31,
-    "hidden": 2**20,
-    "num_layers": 2**12,
-    "num_heads": 2**16,
-    "num_kv_heads": 2**16,
-    "head_dim": 2**16,
-    "intermediate": 2**24,
-}
-"""Bounds of the dims: far above any model, and small enough that nothing hangs or overflows before a message."""
-LARGEST_NUMBER = 1e30
-"""Bound of norm_eps and of RoPE's numbers, which are computed with in fp32."""
+_FACTORS = (
+    "attention_scale",
+    "attention_softcap",
+    "logit_softcap",
+    "embedding_scale",
+    "residual_scale",
+    "logit_divisor",
+)
 
 
 @dataclass(frozen=True)
-class LinearRopeScaling:
-    """Position interpolation (Chen et al., arXiv:2306.15595): every frequency is divided by `factor`."""
+class AttentionForm:
+    """How one layer attends, besides causally."""
 
-    factor: float
-
-    def __post_init__(self) -> None:
-        _positive("rope_scaling.factor", self.factor)
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's RoPE scaling, which extends the context beyond `original_context`.
-
-    A frequency with more than `high_freq_factor` rotations within the original context is unchanged, one with fewer than
-    `low_freq_factor` is divided by `factor`, and those between are interpolated.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            _positive(f"rope_scaling.{field.name}", getattr(self, field.name))
-        _whole("rope_scaling.original_context", self.original_context, LARGEST["context"])
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise RecipeError(
-                f"rope_scaling.high_freq_factor must be greater than low_freq_factor: found "
-                f"{self.high_freq_factor} and {self.low_freq_factor}."
-            )
+    scale: float | None = None
+    """Multiplies the scores; None: 1/sqrt(head dim)."""
+    window: int | None = None
+    """A query sees so many keys, its own included; None: all up to its own."""
+    softcap: float | None = None
+    """Scores are softcap · tanh(score / softcap)."""
 
 
 @dataclass(frozen=True)
 class Shape:
     """The dims of a decoder; `context` is in tokens."""
 
-    family: Family
+    family: str
     vocab_size: int
     context: int
     hidden: int
@@ -82,7 +56,25 @@ class Shape:
     norm_eps: float
     tied_head: bool
     rope_theta: float | None = None
-    rope_scaling: RopeScaling | LinearRopeScaling | None = None
+    rope_scaling: Scaling | None = None
+    rotary_dim: int | None = None
+    """Elements of a head that RoPE rotates, the first ones; None: all."""
+    rope_layers: tuple[bool, ...] = (True,)
+    """Which layers rotate, repeated as often as there are layers."""
+    local_rope_theta: float | None = None
+    """RoPE's theta in layers with a window, where it is another."""
+    window: int | None = None
+    """Sliding window in tokens, the query's own included."""
+    window_layers: tuple[bool, ...] = (True,)
+    """Which layers have the window, repeated as often as there are layers."""
+    attention_scale: float | None = None
+    """Multiplies the scores; None: 1/sqrt(head_dim)."""
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float | None = None
+    residual_scale: float | None = None
+    """Multiplies what a sublayer adds to the residual stream."""
+    logit_divisor: float | None = None
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -90,171 +82,180 @@ class Shape:
                 f"There is no model family {self.family!r}: {nearest(str(self.family), FAMILIES)}"
             )
         for name, most in LARGEST.items():
-            _whole(name, getattr(self, name), most)
-        _positive("norm_eps", self.norm_eps)
-        if self.hidden % self.num_heads:
-            raise RecipeError(
-                f"num_heads must divide hidden: found {self.num_heads} heads for a hidden size of "
-                f"{self.hidden}. Allowed: {_divisors(self.hidden)}."
-            )
+            whole(name, getattr(self, name), most)
+        positive("norm_eps", self.norm_eps)
         if self.num_heads % self.num_kv_heads:
             raise RecipeError(
                 f"num_kv_heads must divide num_heads: found {self.num_kv_heads} key/value heads for "
-                f"{self.num_heads} heads. Allowed: {_divisors(self.num_heads)}."
+                f"{self.num_heads} heads. Allowed: {divisors(self.num_heads)}."
             )
-        if self.family == "gpt2":
-            self._check_gpt2()
+        if self.learned_positions:
+            self._check_learned_positions()
         else:
-            self._check_llama()
+            self._check_rope()
+        self._check_windows()
+        for name in _FACTORS:
+            if getattr(self, name) is not None:
+                positive(name, getattr(self, name))
+        self._normalize()
 
-    def _check_gpt2(self) -> None:
+    def _check_learned_positions(self) -> None:
+        title = FAMILIES[self.family].title
+        if self.hidden % self.num_heads:
+            raise RecipeError(
+                f"num_heads must divide hidden: found {self.num_heads} heads for a hidden size of "
+                f"{self.hidden}. Allowed: {divisors(self.hidden)}."
+            )
         if self.num_kv_heads != self.num_heads:
             raise RecipeError(
-                f"GPT-2 has one key/value head per head: found num_kv_heads {self.num_kv_heads}, "
+                f"{title} has one key/value head per head: found num_kv_heads {self.num_kv_heads}, "
                 f"allowed {self.num_heads}. Grouped-query attention is of the llama family."
             )
         if self.num_heads * self.head_dim != self.hidden:
             raise RecipeError(
-                f"GPT-2's heads together are as wide as the hidden size: found head_dim {self.head_dim}, "
+                f"{title}'s heads together are as wide as the hidden size: found head_dim {self.head_dim}, "
                 f"allowed {self.hidden // self.num_heads} ({self.hidden} / {self.num_heads})."
             )
         if self.rope_theta is not None or self.rope_scaling is not None:
-            raise RecipeError("GPT-2 learns its positions: leave out rope_theta and rope_scaling.")
+            raise RecipeError(f"{title} learns its positions: leave out rope_theta and rope_scaling.")
 
-    def _check_llama(self) -> None:
+    def _check_rope(self) -> None:
         if self.rope_theta is None:
             raise RecipeError(
-                "A llama shape needs rope_theta, the base of RoPE's frequencies (e.g. 500000.0)."
+                f"A {self.family} shape needs rope_theta, the base of RoPE's frequencies (e.g. 500000.0)."
             )
-        _positive("rope_theta", self.rope_theta)
+        positive("rope_theta", self.rope_theta)
+        if self.local_rope_theta is not None:
+            positive("local_rope_theta", self.local_rope_theta)
         if self.head_dim % 2:
             raise RecipeError(
                 f"RoPE rotates pairs of elements, so head_dim must be even: found {self.head_dim}."
             )
+        if self.rotary_dim is not None:
+            whole("rotary_dim", self.rotary_dim, self.head_dim)
+            if self.rotary_dim % 2:
+                raise RecipeError(
+                    f"RoPE rotates pairs of elements, so rotary_dim must be even: found {self.rotary_dim}."
+                )
+        rotated = self.rotary_dim or self.head_dim
+        if (
+            isinstance(self.rope_scaling, LongRopeScaling)
+            and len(self.rope_scaling.long_factor) != rotated // 2
+        ):
+            raise RecipeError(
+                f"rope_scaling.long_factor must have a factor for each of the {rotated // 2} frequencies: found "
+                f"{len(self.rope_scaling.long_factor)}."
+            )
+        _check_pattern("rope_layers", self.rope_layers)
+
+    def _check_windows(self) -> None:
+        _check_pattern("window_layers", self.window_layers)
+        if self.window is not None:
+            whole("window", self.window, LARGEST["context"])
+
+    def _normalize(self) -> None:
+        """One spelling of what is the same, so that equal models have equal shapes."""
+        put = object.__setattr__
+        put(self, "rope_layers", _period(self.rope_layers, self.num_layers))
+        put(self, "window_layers", _period(self.window_layers, self.num_layers))
+        if self.window is not None and (self.window >= self.context or not any(self.window_layers)):
+            put(self, "window", None)  # no row is so long
+        if self.window is None and self.local_rope_theta is None:
+            put(self, "window_layers", (True,))
+        if self.rotary_dim == self.head_dim:
+            put(self, "rotary_dim", None)
+        if self.attention_scale == self.head_dim**-0.5:
+            put(self, "attention_scale", None)
+        for name in ("embedding_scale", "residual_scale", "logit_divisor"):
+            if getattr(self, name) == 1.0:
+                put(self, name, None)
+
+    # --- features ------------------------------------------------------------------------------------
+
+    @property
+    def structure(self) -> Structure:
+        return FAMILIES[self.family].structure
+
+    @property
+    def learned_positions(self) -> bool:
+        return self.structure.learned_positions
+
+    @property
+    def has_rope(self) -> bool:
+        return not self.structure.learned_positions
+
+    @property
+    def norm(self) -> Literal["rms", "layer"]:
+        return self.structure.norm
+
+    @property
+    def norms_before(self) -> bool:
+        """Whether sublayers read a normalized residual stream."""
+        return self.structure.norm_position != "after"
+
+    @property
+    def norms_after(self) -> bool:
+        """Whether what sublayers add is normalized."""
+        return self.structure.norm_position != "before"
+
+    @property
+    def qk_norm(self) -> Literal["none", "head", "width"]:
+        return self.structure.qk_norm
+
+    @property
+    def gated_mlp(self) -> bool:
+        return self.structure.gated_mlp
+
+    @property
+    def activation(self) -> Literal["silu", "gelu"]:
+        return self.structure.activation
+
+    @property
+    def joined_qkv(self) -> bool:
+        return self.structure.joined_qkv
+
+    @property
+    def qkv_biases(self) -> bool:
+        return self.structure.biases != "none"
+
+    @property
+    def all_biases(self) -> bool:
+        """Whether every linear layer but the LM head has a bias."""
+        return self.structure.biases == "all"
+
+    @property
+    def has_windows(self) -> bool:
+        return self.window is not None
+
+    def is_local(self, layer: int) -> bool:
+        """Whether a layer is one of those with a window."""
+        local = self.window is not None or self.local_rope_theta is not None
+        return local and self.window_layers[layer % len(self.window_layers)]
+
+    def window_of(self, layer: int) -> int | None:
+        return self.window if self.is_local(layer) else None
+
+    def rotates(self, layer: int) -> bool:
+        return self.has_rope and self.rope_layers[layer % len(self.rope_layers)]
+
+    @property
+    def rope_switch(self) -> int | None:
+        """Rows of more tokens have other frequencies at every position (LongRoPE)."""
+        return self.rope_scaling.original_context if isinstance(self.rope_scaling, LongRopeScaling) else None
+
+    def attention_form(self, layer: int) -> AttentionForm:
+        return AttentionForm(self.attention_scale, self.window_of(layer), self.attention_softcap)
 
 
-def _whole(name: str, value: object, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise RecipeError(f"{name} must be a whole number from 1 to {most:,}: found {str(value)[:40]}.")
+def _check_pattern(name: str, pattern: object) -> None:
+    if not isinstance(pattern, tuple) or not pattern or not all(isinstance(one, bool) for one in pattern):
+        raise RecipeError(f"{name} must be a tuple of true and false: found {pattern!r:.80}.")
 
 
-def _positive(name: str, value: object) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < LARGEST_NUMBER:  # type: ignore[operator]
-        raise RecipeError(
-            f"{name} must be a number greater than 0 and less than {LARGEST_NUMBER:g}: found {value!r:.80}."
-        )
-
-
-ROPE_TYPES: dict[str, type[RopeScaling | LinearRopeScaling]] = {
-    "llama3": RopeScaling,
-    "linear": LinearRopeScaling,
-}
-"""The kinds of RoPE scaling under their names in Hugging Face's configs; `default` there means none."""
-
-
-def rope_type(scaling: RopeScaling | LinearRopeScaling) -> str:
-    return next(name for name, kind in ROPE_TYPES.items() if type(scaling) is kind)
-
-
-def rope_scaling_from(
-    table: Mapping[str, Any], base: object = None
-) -> RopeScaling | LinearRopeScaling | None:
-    """The scaling that a table of a recipe describes; what it leaves out is the base's, where that has the same type."""
-    known = {} if base is None else {field.name: getattr(base, field.name) for field in fields(base)}  # type: ignore[arg-type]
-    named = rope_type(base) if isinstance(base, RopeScaling | LinearRopeScaling) else None
-    kind = table.get("rope_type", named)
-    if kind == "default":
-        return None
-    if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        raise RecipeError(
-            f"rope_scaling.rope_type is {kind!r:.80}; {nearest(str(kind)[:80], [*ROPE_TYPES, 'default'])}"
-        )
-    wanted = [field.name for field in fields(ROPE_TYPES[kind])]
-    given = {**(known if kind == named else {}), **{k: v for k, v in table.items() if k != "rope_type"}}
-    for key in given.keys() - wanted:
-        raise RecipeError(
-            f"rope_scaling.{key} is not a key of {kind} scaling; {nearest(key, ['rope_type', *wanted])}"
-        )
-    if missing := [key for key in wanted if key not in given]:
-        raise RecipeError(f"rope_scaling of type {kind} lacks {', '.join(missing)}.")
-    return ROPE_TYPES[kind](**given)
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-
-
-def gpt2_shape(
-    num_layers: int, hidden: int, num_heads: int, *, vocab_size: int = 50257, context: int = 1024
-) -> Shape:
-    """GPT-2 with the published proportions: an MLP of 4 × hidden, a tied head."""
-    return Shape(
-        family="gpt2",
-        vocab_size=vocab_size,
-        context=context,
-        hidden=hidden,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=hidden // num_heads,
-        intermediate=4 * hidden,
-        norm_eps=1e-5,
-        tied_head=True,
-    )
-
-
-def llama_shape(
-    num_layers: int,
-    hidden: int,
-    num_heads: int,
-    num_kv_heads: int,
-    intermediate: int,
-    *,
-    tied_head: bool,
-    rope_factor: float | None = None,
-    vocab_size: int = 128256,
-    context: int = 131072,
-    rope_theta: float = 500000.0,
-) -> Shape:
-    """Llama 3.1 or 3.2: a vocabulary of 128,256, RoPE scaled from a context of 8,192 to 131,072."""
-    return Shape(
-        family="llama",
-        vocab_size=vocab_size,
-        context=context,
-        hidden=hidden,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=hidden // num_heads,
-        intermediate=intermediate,
-        norm_eps=1e-5,
-        tied_head=tied_head,
-        rope_theta=rope_theta,
-        rope_scaling=None if rope_factor is None else RopeScaling(rope_factor, 1.0, 4.0, 8192),
-    )
-
-
-SIZES: dict[str, Shape] = {
-    "tiny": gpt2_shape(4, 128, 4, vocab_size=2048, context=256),
-    "llama-tiny": llama_shape(
-        4, 128, 4, 2, 352, tied_head=True, vocab_size=2048, context=512, rope_theta=10000.0
-    ),
-    "gpt2-124m": gpt2_shape(12, 768, 12),
-    "gpt2-350m": gpt2_shape(24, 1024, 16),
-    "gpt2-774m": gpt2_shape(36, 1280, 20),
-    "gpt2-1.5b": gpt2_shape(48, 1600, 25),
-    "llama-3.2-1b": llama_shape(16, 2048, 32, 8, 8192, tied_head=True, rope_factor=32.0),
-    "llama-3.2-3b": llama_shape(28, 3072, 24, 8, 8192, tied_head=True, rope_factor=32.0),
-    "llama-3.1-8b": llama_shape(32, 4096, 32, 8, 14336, tied_head=False, rope_factor=8.0),
-    # Meta, "The Llama 3 Herd of Models", arXiv:2407.21783, table 3.
-    "llama-3.1-70b": llama_shape(80, 8192, 64, 8, 28672, tied_head=False, rope_factor=8.0),
-    "llama-3.1-405b": llama_shape(126, 16384, 128, 8, 53248, tied_head=False, rope_factor=8.0),
-}
-
-
-def shape_of(name: str) -> Shape:
-    """The shape of a named size, or a RecipeError that names the nearest one."""
-    if name not in SIZES:
-        raise RecipeError(f"There is no model size {name!r}: {nearest(name, SIZES)}")
-    return SIZES[name]
+def _period(pattern: Sequence[bool], num_layers: int) -> tuple[bool, ...]:
+    """The shortest pattern that repeats to the same layers."""
+    layers = [pattern[layer % len(pattern)] for layer in range(num_layers)]
+    for length in range(1, num_layers):
+        if all(one == layers[place % length] for place, one in enumerate(layers)):
+            return tuple(layers[:length])
+    return tuple(layers)

@@ -192,6 +192,15 @@ class ReplicatedOnStream(ParallelStyle):
 
 
 @dataclass
+class ReplicatedOnHeads(ParallelStyle):
+    """A replicated module, applied to this rank's heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _shard(module, device_mesh, LocalParams, weight=Replicate(), reduce_grads=True)
+        return module
+
+
+@dataclass
 class GatherInput(ParallelStyle):
     """A module whose layers read the full stream."""
 

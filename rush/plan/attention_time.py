@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rush.models.counts import mean_keys
 from rush.plan.communication import kv_width
 from rush.plan.efficiencies import Efficiencies
 from rush.plan.spec import Spec, matmul_dtype
@@ -43,18 +44,24 @@ def compiled_scores(size: float) -> ScoreTraffic:
 
 
 def attention_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> float:
-    """Seconds of one block's attention. A causal query attends to half the keys; plain attention computes all scores."""
+    """Seconds of one block's attention, on average over layers. A causal query attends to half the keys, with a window to fewer; plain
+    attention computes all scores."""
     work = spec.work
     if not work.number("attention"):
         again = max(work.number("attention.recomputed"), work.number("scores.recomputed"))
         return _plain(spec, target, efficiency, 1 + again)
     shape, dtype = spec.shape, matmul_dtype(spec)
     width = shape.num_heads * shape.head_dim / spec.size("tp")
-    arithmetic = 6 * spec.tokens * width * spec.sequence * (1 + FORWARD * work.number("attention.recomputed"))
+    keys = (
+        2
+        * sum(mean_keys(shape, layer, spec.sequence) for layer in range(shape.num_layers))
+        / shape.num_layers
+    )
+    arithmetic = 6 * spec.tokens * width * keys * (1 + FORWARD * work.number("attention.recomputed"))
     if target.kind != "cuda":
         # Efficiencies are relative to a GPU's tensor cores; on a CPU a kernel runs at the matmul rate.
         return arithmetic / (target.rate(dtype) * efficiency.matmul.get(dtype, 1.0))
-    arithmetic *= 1 + TILE / spec.sequence
+    arithmetic *= 1 + TILE / keys
     reached = efficiency.attention.get(work.by["attention"], work.number("attention"))
     reached *= efficiency.wide_heads if shape.head_dim >= 128 else 1.0
     reached *= FULL_PRECISION if dtype == "float32" else 1.0

@@ -24,6 +24,8 @@ PLAIN = {
     "block.middle": "input of its second norm",
     "norm.wide": "RMSNorm's fp32 copy of its input, saved instead of the input",
     "norm.scaled": "RMSNorm before its weight",
+    "post.input": "inputs of the norms after sublayers, where a family has them",
+    "qk.input": "queries and keys before their norms, where a family has them",
     "norm.output": "the input of the layers after a norm",
     "norm.copies": "under autocast, a cast of that input for each layer after the norm",
     "queries": "rotated queries",

@@ -69,7 +69,7 @@ def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
     stream, compute = effects.size("stream", 4), effects.size("compute", 4)
     query, key = shape.num_heads * shape.head_dim / tp, shape.num_kv_heads * shape.head_dim / tp
     wide, hidden, shard = shape.intermediate / tp, shape.hidden, shape.hidden / spec.stream_shards
-    llama = shape.family == "llama"
+    rms, gated = shape.norm == "rms", shape.gated_mlp
     kept = None if whole else effects.keeps
     repeated = (effects.factor("heads.repeated") or spec.device == "cpu") and kept is None
     copies = _copies(spec) if kept is None else (1, 1)
@@ -77,12 +77,16 @@ def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
     if effects.factor("values.joined") and not (repeated and query > key):
         values = query + 2 * key
     # RMSNorm saves the fp32 copy of its input instead of the input.
-    norm = 4.0 if llama and stream < 4 and effects.factor("norm.wide") and kept is None else stream
-    stats = 4 if llama else 8
+    widened = rms and effects.factor("norm.wide") and kept is None
+    norm = 4.0 if stream < 4 and widened else stream
+    stats = 4 if rms else 8
+    read = norm * shard + stats if shape.norms_before else 0.0
     found = {
-        "block.input": (norm * shard + stats),
-        "block.middle": (norm * shard + stats),
-        "norm.scaled": 2 * stream * shard if llama else 0.0,
+        # (Without a norm there the next layers save it, and a checkpoint does.)
+        "block.input": read or (stream * shard if kept is not None else 0.0),
+        "block.middle": read,
+        "norm.scaled": _scaled(spec, stream, compute),
+        **_extra_norms(spec, 4.0 if compute < 4 and widened else compute),
         "norm.output": compute * hidden * sum(copies),
         "queries": compute * query,
         "keys": compute * (query if repeated else key),
@@ -94,8 +98,8 @@ def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
         "attention.flat": compute * query,
         "attention.projected": compute * shard,
         "mlp.gate": compute * wide,
-        "mlp.activated": compute * wide if llama else 0.0,
-        "mlp.up": compute * wide if llama else 0.0,
+        "mlp.activated": compute * wide if gated else 0.0,
+        "mlp.up": compute * wide if gated else 0.0,
         "mlp.product": compute * wide,
     }
     if effects.factor("frozen"):
@@ -117,6 +121,42 @@ def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
     }
 
 
+def _scaled(spec: Spec, stream: float, compute: float) -> float:
+    """Bytes per token of what RMSNorms save before their weights, all norms of a block together."""
+    shape, shard = spec.shape, spec.shape.hidden / spec.stream_shards
+    if shape.norm != "rms":
+        return 0.0
+    # Some families multiply by the weight in fp32.
+    of_stream, of_layers = (4.0, 4.0) if _in_fp32(spec) else (stream, compute)
+    return (
+        2 * of_stream * shard * shape.norms_before
+        + 2 * of_layers * shard * shape.norms_after
+        + of_layers * _qk_width(spec)
+    )
+
+
+def _in_fp32(spec: Spec) -> bool:
+    return spec.shape.structure.norm_rounds_last or spec.shape.structure.norm_offset
+
+
+def _qk_width(spec: Spec) -> float:
+    """Elements of queries and keys that are normalized, per token."""
+    shape = spec.shape
+    heads = shape.num_heads + shape.num_kv_heads
+    return 0.0 if shape.qk_norm == "none" else heads * shape.head_dim / spec.size("tp")
+
+
+def _extra_norms(spec: Spec, each: float) -> dict[str, float]:
+    """Bytes per token of the inputs (`each` bytes per element) of norms that Llama does not have, with a number per row."""
+    shape, shard = spec.shape, spec.shape.hidden / spec.stream_shards
+    heads = (shape.num_heads + shape.num_kv_heads) / spec.size("tp")
+    rows = {"none": 0.0, "head": heads, "width": 2.0}[shape.qk_norm]
+    return {
+        "post.input": 2 * (each * shard + 4) if shape.norms_after else 0.0,
+        "qk.input": each * _qk_width(spec) + 4 * rows,
+    }
+
+
 def saved_again(spec: Spec) -> float:
     """Bytes per token of tensors that several operations of a block save, counted beyond once: one tensor on a device, but
     saved-tensor hooks see each."""
@@ -124,12 +164,13 @@ def saved_again(spec: Spec) -> float:
     stream, compute = effects.size("stream", 4), effects.size("compute", 4)
     query = shape.num_heads * shape.head_dim / tp
     again = 0.0
-    if shape.family == "llama":
-        if not work.number("norms.fused"):
-            again += 2 * (4 * shape.hidden + 4)  # square and scale
-        if stream == compute:
-            again += 3 * compute * shape.hidden  # inputs of three layers, and of two
-        again += 0 if work.number("rope.fused") else 16 * shape.head_dim / spec.micro  # cos and sin
+    if shape.norm == "rms" and not work.number("norms.fused"):
+        each = (2 * shape.norms_before + 2 * shape.norms_after) * shape.hidden + _qk_width(spec)
+        again += 4 * each + 8  # square and scale
+    if shape.gated_mlp and not shape.joined_qkv and stream == compute:
+        again += 3 * compute * shape.hidden  # inputs of three layers, and of two
+    if shape.has_rope and not work.number("rope.fused"):
+        again += 16 * (shape.rotary_dim or shape.head_dim) / spec.micro  # cos and sin
     if work.number("attention"):
         again += compute * query  # the kernel's output, also the next layer's input
     elif compute == 4:
@@ -155,7 +196,7 @@ def _copies(spec: Spec) -> tuple[int, int]:
     """How often the inputs of the layers after the two norms are saved: once, or a cast per layer."""
     effects = spec.effects
     cast = effects.size("stream", 4) != effects.size("compute", 4)
-    if spec.shape.family != "llama" or not cast or not effects.factor("norm.copies"):
+    if spec.shape.joined_qkv or not cast or not effects.factor("norm.copies"):
         return 1, 1
     return 3, 2
 
@@ -167,7 +208,7 @@ def _casts(spec: Spec) -> float:
     compiled = spec.work.number("stream.fused")
     kept = not compiled or effects.factor("inputs.opaque")
     # Eager, every layer after a norm has its own cast; in 16 bits it is the norm's output itself.
-    apart = shape.family == "llama" and not compiled and each == 1 and effects.factor("norm.copies")
+    apart = not shape.joined_qkv and not compiled and each == 1 and effects.factor("norm.copies")
     first, second = (3, 1 if whole else 2) if apart else (1, 1)
     found = 0.0
     if kept or effects.factor("norm.opaque"):
@@ -183,6 +224,7 @@ def _scores(spec: Spec) -> float:
     effects, shape = spec.effects, spec.shape
     compute = effects.size("compute", 4)
     each = 4 + (compute if compute < 4 else 0)
+    each += compute if shape.attention_softcap is not None else 0  # the tanh
     return shape.num_heads / spec.size("tp") * spec.sequence * each + spec.sequence / spec.micro
 
 
@@ -284,9 +326,9 @@ def _final(spec: Spec) -> float:
     """Bytes per token saved by the final norm and the LM head."""
     shape, effects = spec.shape, spec.effects
     stream, compute = effects.size("stream", 4), effects.size("compute", 4)
-    llama = shape.family == "llama"
-    wide = 4.0 if llama and stream < 4 and effects.factor("norm.wide") else stream
-    scaled = stream * effects.factor("norm.scaled") if llama else 0.0
+    rms = shape.norm == "rms"
+    wide = 4.0 if rms and stream < 4 and effects.factor("norm.wide") else stream
+    scaled = (4.0 if _in_fp32(spec) else stream) * effects.factor("norm.scaled") if rms else 0.0
     # The LM head reads all positions, also with sequence parallelism.
     head = 0.0 if effects.factor("frozen") else compute
     return shape.hidden * ((wide + scaled) / spec.stream_shards + head)
@@ -304,6 +346,8 @@ def _loss(spec: Spec, stage: PipelineStage) -> tuple[float, float, float]:
     if effects.factor("logits.copies"):
         # With tp the loss is a chain of operations on vocab shards (torch's `loss_parallel`).
         forward, backward = (14.0, 16.0) if spec.size("tp") > 1 else (8.0, 12.0)
+        if shape.logit_softcap is not None:
+            forward, backward = forward + 4, backward + 4  # the tanh
         return forward * vocab * tokens, backward * vocab * tokens, gradient if chunked else 0.0
     cast = head * compute if effects.factor("casts") or "casts" in effects.sizes else 0.0
     if effects.factor("head.gradient"):
@@ -353,7 +397,7 @@ def _working(spec: Spec) -> float:
     # A compiled backward pass reuses the memory of saved activations for gradients; recomputed ones all exist until its kernel
     # has written the gradients. (Not with adapters.)
     handed = effects.keeps is None or "mlp.gate" in effects.keeps or bool(effects.factor("frozen"))
-    tensors = 1 if effects.factor("seams") and handed else 3 if shape.family == "llama" else 2
+    tensors = 1 if effects.factor("seams") and handed else 3 if shape.gated_mlp else 2
     wide = tensors * compute * shape.intermediate / tp
     scores = 2 * _scores(spec) * effects.factor("scores")
     return 2 * stream * shape.hidden + max(wide, scores)

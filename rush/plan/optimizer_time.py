@@ -27,7 +27,7 @@ def update_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> 
     effects, blocks = spec.effects, spec.shape.num_layers
     tensors = 14 * blocks
     if not effects.factor("frozen"):
-        tensors = blocks * (9 if spec.shape.family == "llama" else 12) + 4
+        tensors = blocks * weights_of(spec).block_tensors + 4
     trained = trained_weights(spec) / (spec.size("tp") * spec.size("pp") * spec.shards)
     each = effects.size("parameters", 4) if not effects.factor("master") else 4
     work, launches = spec.work, spec.work.number("update.launches", 10)
@@ -47,7 +47,9 @@ def update_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> 
 
 def launches(spec: Spec) -> float:
     """Operator calls per pass; those of eager blocks as counted on a CPU, including views."""
-    work, llama = spec.work, spec.shape.family == "llama"
+    work, shape = spec.work, spec.shape
+    llama = shape.norm == "rms"  # with a gated MLP; GPT-2's blocks have fewer operators
+    norms = 2 * shape.norms_before + 2 * shape.norms_after + 2 * (shape.qk_norm != "none")
     if whole := work.number("launches.pass"):
         return whole
     each = work.number("launches.block") * (1 + 0.5 * work.number("attention.recomputed"))
@@ -60,7 +62,8 @@ def launches(spec: Spec) -> float:
             each += 34 if llama else 22
         elif spec.effects.size("stream", 4) == 2:
             each += 16 if llama else 0  # norms compute in fp32
-        each -= 44 * work.number("norms.fused") if llama else 0
+        each += 22 * (norms - 2) if llama else 0
+        each -= 22 * norms * work.number("norms.fused") if llama else 0
         each -= 32 * work.number("rope.fused") if llama else 0
         each *= 1.6 if work.number("blocks.recomputed") else 1.0
         each += (140 if llama else 88) if spec.effects.factor("frozen") else 0

@@ -107,13 +107,15 @@ def forward_bytes(spec: Spec, stream: float, compute: float, keys: float) -> flo
     else:
         attention += compute * query + 4 * shape.num_heads / tp
     # The residual stream before and after attention, the norm, and input and output of the activation.
-    mlp = 3 * stream * hidden + compute * wide * (4 if shape.family == "llama" else 2)
+    mlp = 3 * stream * hidden + compute * wide * (4 if shape.gated_mlp else 2)
     return max(attention, mlp)
 
 
 def _angles(spec: Spec, positions: float) -> float:
     """Bytes of RoPE's cos and sin, once for all rows."""
-    return 8 * spec.shape.head_dim * positions if spec.shape.family == "llama" else 0.0
+    shape = spec.shape
+    kinds = 0 if not shape.has_rope else 1 if shape.local_rope_theta is None else 2
+    return 8 * (shape.rotary_dim or shape.head_dim) * positions * kinds
 
 
 def _logits(spec: Spec, stage: PipelineStage) -> float:

@@ -154,6 +154,8 @@ class Weights:
     """Parameters of one block's adapters; 0 without adapters."""
     largest: int
     """Elements of the largest tensor."""
+    block_tensors: int
+    """Tensors of one block."""
 
 
 def adapter_settings(spec: Spec) -> tuple[int, str] | None:
@@ -189,6 +191,7 @@ def _weights(shape: Shape, adapters: tuple[int, str] | None) -> Weights:
     for parameter in list_parameters(shape):
         if parameter.name.startswith("blocks.0."):
             counts["block_linear" if parameter.matmul else "block_other"] += parameter.count
+            counts["block_tensors"] += 1
         elif not parameter.name.startswith("blocks."):
             ends = {"embedding": "embedding", "positions": "embedding", "head": "head"}
             counts[ends.get(parameter.role, "final")] += parameter.count

@@ -192,32 +192,41 @@ def _elementwise(spec: Spec, target: TargetMachine, efficiency: Efficiencies) ->
     """One block's norms, RoPE, activations, residual adds and casts: bytes over the rate of eager or fused operations."""
     shape, effects, tp = spec.shape, spec.effects, spec.size("tp")
     stream, compute = effects.size("stream", 4), effects.size("compute", 4)
-    rotated = (shape.num_heads + shape.num_kv_heads) * shape.head_dim / tp if shape.family == "llama" else 0.0
+    query, key = shape.num_heads * shape.head_dim / tp, shape.num_kv_heads * shape.head_dim / tp
+    rotated = query + key if shape.has_rope else 0.0
     wide, hidden = shape.intermediate / tp, shape.hidden / tp
-    work, llama = spec.work, shape.family == "llama"
+    work, llama = spec.work, shape.norm == "rms"
     compiled = work.number("stream.fused")
     eager_bytes = fused_bytes = summed_bytes = 0.0
     # Gradients of biases, and of weights and biases of norms: sums over all tokens.
     biases = (1 - work.number("bias_grad.fused")) * compute * (5 * hidden + wide)
-    sums = 0.0 if llama or effects.factor("frozen") else biases + 4 * stream * hidden
+    sums = (
+        biases + 4 * stream * hidden if shape.all_biases else compute * (query + 2 * key) * shape.qkv_biases
+    )
+    sums = 0.0 if effects.factor("frozen") else sums
+    # Norms that Llama does not have.
+    extra = (query + key if shape.qk_norm != "none" else 0.0) + (
+        2 * shape.norms_after + 2 * shape.norms_before - 2
+    ) * hidden
     # Two norms: some twenty fp32 reads and writes each; GPT-2's are one kernel.
     if work.number("norms.fused") or (compiled and not llama):
-        fused_bytes += 2 * (3 * stream + 2 * compute) * hidden
+        fused_bytes += (3 * stream + 2 * compute) * (2 * hidden + extra)
     else:
-        eager_bytes += (2 * 96 if llama else 10 * stream) * hidden
+        eager_bytes += 96 * (2 * hidden + extra) if llama else 10 * stream * hidden
     if work.number("rope.fused"):
         fused_bytes += 4 * compute * rotated
     else:
         eager_bytes += 124 * rotated
     if work.number("mlp.fused"):
-        fused_bytes += (8 if llama else 5) * compute * wide
+        fused_bytes += (8 if shape.gated_mlp else 5) * compute * wide
     else:
-        eager_bytes += (14 if llama else 5) * compute * wide
+        eager_bytes += (14 if shape.gated_mlp else 5) * compute * wide
     if compiled:
         fused_bytes += (6 * stream + 7 * compute) * hidden + sums
     elif llama:
         cast = 60 if stream != compute and effects.factor("norm.copies") else 0
         eager_bytes += (2 * (2 * stream + compute) + 9 * compute + 6 * stream + cast) * hidden
+        summed_bytes += sums
     else:
         # Residual adds, forward and backward, splitting queries, keys and values, casts before and after layers.
         eager_bytes += (
@@ -232,7 +241,7 @@ def _elementwise(spec: Spec, target: TargetMachine, efficiency: Efficiencies) ->
         fused_bytes += 4 * compute * rotated
     if casts := work.number("blocks.casts"):
         inputs = 3 * shape.hidden + wide
-        outputs = rotated + shape.num_kv_heads * shape.head_dim / tp + 2 * shape.hidden + 2 * wide
+        outputs = rotated + key + 2 * shape.hidden + 2 * wide
         fused_bytes += casts * (inputs + outputs) * (1 if compiled else 2)
     again = 1.0 + work.number("elementwise.recomputed")
     seconds = again * (eager_bytes / efficiency.eager + fused_bytes / efficiency.fused)

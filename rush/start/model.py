@@ -21,7 +21,7 @@ from rush.hub.json_files import read_json
 from rush.hub.remote import local_settings
 from rush.hub.tokenizers import has_tokenizer, load_tokenizer
 from rush.models import SIZES, Shape, count_parameters
-from rush.models.shape import rope_type
+from rush.models.rope_scaling import rope_type
 from rush.recipe_io import load_recipe
 from rush.records.run_folder import RunFolder
 

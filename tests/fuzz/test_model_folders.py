@@ -15,7 +15,7 @@ from rush.hub.peft import peft_base, save_adapter
 from rush.hub.weights import locate_hf_tensors, save_hf_folder
 from rush.models import Shape, build_model
 from rush.models.adapters import AdapterSpec, adapt, init_adapters
-from rush.models.shape import RopeScaling
+from rush.models.rope_scaling import RopeScaling
 from tests.fuzz.harness import Mutate, cases, fuzz
 from tests.fuzz.mutations import mutate, mutate_bytes, mutate_header
 

@@ -106,7 +106,8 @@ LLAMA3 = PUBLISHED_LLAMA["rope_scaling"]
 @pytest.mark.parametrize(
     ("base", "changes", "words"),
     [
-        (PUBLISHED_LLAMA, {"model_type": "mistral"}, ("model_type", "mistral", "gpt2, llama")),
+        (PUBLISHED_LLAMA, {"model_type": "qwen"}, ("model_type", "'qwen'", "did you mean 'qwen")),
+        (PUBLISHED_LLAMA, {"model_type": "mamba"}, ("model_type", "mamba", "gpt2, granite, llama")),
         (PUBLISHED_LLAMA, {"model_type": None}, ("model_type",)),
         (PUBLISHED_LLAMA, {"model_type": ["llama"]}, ("model_type",)),
         (
@@ -122,8 +123,8 @@ LLAMA3 = PUBLISHED_LLAMA["rope_scaling"]
         (PUBLISHED_LLAMA, {"quantization_config": {"bits": 4}}, ("quantization_config",)),
         (
             PUBLISHED_LLAMA,
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            ("rope_type", "yarn", "llama3"),
+            {"rope_scaling": {"rope_type": "proportional", "factor": 4.0}},
+            ("rope_type", "proportional", "llama3"),
         ),
         (PUBLISHED_LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("rope_type", "dynamic")),
         (PUBLISHED_LLAMA, {"rope_scaling": {"type": "linear"}}, ("linear RoPE scaling lacks factor",)),

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rush.errors import KernelRefusal
 from rush.kernels.rope import _rope, reference, rope
-from rush.models.layers import PlainRotate, Rotary
+from rush.models.rotary import PlainRotate, Rotary
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # batch, query heads, key heads, positions, head dim

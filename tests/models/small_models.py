@@ -12,7 +12,15 @@ import torch
 
 from rush.hub.config import config_from_shape
 from rush.hub.weights import load_hf_folder
-from rush.models import Decoder, RopeScaling, Shape, build_model
+from rush.models import (
+    Decoder,
+    LinearRopeScaling,
+    LongRopeScaling,
+    RopeScaling,
+    Shape,
+    YarnRopeScaling,
+    build_model,
+)
 
 VOCAB = 257  # odd, and a byte is a token
 
@@ -34,9 +42,9 @@ def _gpt2(**changes: Any) -> Shape:
     return Shape(**(settings | changes))
 
 
-def _llama(**changes: Any) -> Shape:
+def _llama(family: str = "llama", **changes: Any) -> Shape:
     settings: dict[str, Any] = {
-        "family": "llama",
+        "family": family,
         "vocab_size": VOCAB,
         "context": 64,
         "hidden": 48,
@@ -64,6 +72,38 @@ SMALL_SHAPES: dict[str, Shape] = {
     "llama-scaled": _llama(rope_scaling=SCALING, rope_theta=100.0),
     "llama-wide-heads": _llama(head_dim=10, tied_head=False),
 }
+
+# Each family that varies Llama at an odd shape: windows of odd lengths, layers that differ, numbers of its own.
+FAMILY_SHAPES: dict[str, Shape] = {
+    "mistral": _llama("mistral", window=11, tied_head=False),
+    "mistral-yarn": _llama("mistral", rope_scaling=YarnRopeScaling(4.0, 16), rope_theta=1000.0),
+    "qwen2": _llama("qwen2", head_dim=8),
+    "qwen2-windows": _llama("qwen2", window=7, window_layers=(False, True, True)),
+    "qwen3": _llama("qwen3", head_dim=14),
+    "qwen3-windows": _llama("qwen3", head_dim=14, window=5, window_layers=(False, True), tied_head=False),
+    "gemma2": _llama(
+        "gemma2", head_dim=14, window=9, window_layers=(True, False), attention_scale=24**-0.5,
+        attention_softcap=5.0, logit_softcap=3.0,
+    ),
+    "gemma3": _llama(
+        "gemma3_text", head_dim=14, window=9, window_layers=(True, True, False), local_rope_theta=50.0,
+        rope_scaling=LinearRopeScaling(4.0), attention_scale=20**-0.5,
+    ),
+    "phi3": _llama("phi3", window=13, tied_head=False),
+    "phi3-partial-long": _llama(
+        "phi3", rotary_dim=6, tied_head=False,
+        rope_scaling=LongRopeScaling((1.0, 1.25, 1.5), (1.0, 3.0, 9.0), 24, attention_factor=1.19),
+    ),
+    "olmo2": _llama("olmo2", tied_head=False),
+    "granite": _llama(
+        "granite", embedding_scale=3.3, residual_scale=0.22, attention_scale=0.07, logit_divisor=6.0
+    ),
+    "smollm3": _llama("smollm3", rope_layers=(True, True, False)),
+    "smollm3-windows": _llama(
+        "smollm3", num_layers=4, rope_layers=(True, False), window=6, window_layers=(False, True)
+    ),
+}  # fmt: skip
+SMALL_SHAPES |= FAMILY_SHAPES
 
 
 @pytest.fixture(params=list(SMALL_SHAPES), ids=list(SMALL_SHAPES))

@@ -13,12 +13,10 @@ from rush.models.layers import (
     LayerNorm,
     PlainAttention,
     PlainLossHead,
-    PlainRotate,
     RMSNorm,
-    Rotary,
     SwiGLU,
-    inverse_frequencies,
 )
+from rush.models.rotary import PlainRotate, Rotary, inverse_frequencies
 
 
 def draw(*dims: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

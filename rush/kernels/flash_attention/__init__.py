@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rush.errors import KernelRefusal
 from rush.kernels import cpu
-from rush.kernels.flash_attention.documents import document_bounds
+from rush.kernels.flash_attention.documents import document_bounds, window_bounds
 from rush.kernels.flash_attention.tiles import HEAD_DIMS
 from rush.kernels.support import empty_bthd, op, require_device, uses_cpp
 
@@ -31,12 +31,14 @@ def flash_attention(
     *,
     causal: bool = True,
     scale: float | None = None,
+    window: int | None = None,
     documents: Tensor | tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """softmax(scale · q kᵀ) v, where each query sees the keys up to its own (all of them if not `causal`).
 
     Several query heads may share a key/value head: h is a multiple of k, and neighboring query heads share.
-    `scale` is 1/√d unless given. With `documents` a query sees its own document only, and nothing of another can
+    `scale` is 1/√d unless given. With a `window` it sees so many keys at most, its own and those before it (causal only). With
+    `documents` a query sees its own document only, and nothing of another can
     change its output or gradients by a bit: ids [b, t] (a document is a run of one id), or the cumulative lengths
     [n + 1] of documents that lie one after the other in one row (0 first, t last), or, where several calls share
     them, what `document_bounds` made of either.
@@ -58,6 +60,12 @@ def flash_attention(
     elif documents is not None:
         _check_documents(documents, q_bhtd)
         first_bt, last_bt = document_bounds(documents, batch, length)
+    if window is not None:
+        if not causal or window < 1:
+            raise KernelRefusal(
+                f"flash_attention needs causal attention and a window of at least 1, found {window}."
+            )
+        first_bt, last_bt = window_bounds(first_bt, last_bt, window, q_bhtd)
     o_bhtd: Tensor = _forward(q_bhtd, k_bktd, v_bktd, first_bt, last_bt, causal, scale)[0]
     return o_bhtd
 

@@ -1,7 +1,8 @@
-"""Where each position's document begins and ends: the form in which the kernel takes packed documents.
+"""Where each position's document begins and ends: the form in which the kernel takes packed documents and windows.
 
 Documents are runs of neighboring positions, so two integers per position replace a mask of
-length × length, and the first and last of a tile's numbers decide which tiles it can skip.
+length × length, and the first and last of a tile's numbers decide which tiles it can skip. A sliding window needs no
+more: a query's first key is at most a window away, and so is a key's last query.
 """
 
 from __future__ import annotations
@@ -26,6 +27,19 @@ def document_bounds(documents: Tensor, batch: int, length: int) -> tuple[Tensor,
     starts = documents.to(torch.int32)
     which_t = torch.searchsorted(documents[1:].to(torch.int32), position_t, right=True)
     return starts[which_t][None].contiguous(), ends[which_t][None].contiguous()
+
+
+def window_bounds(
+    first_bt: Tensor | None, last_bt: Tensor | None, window: int, q_bhtd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The bounds within documents (or whole rows) and a causal window: the first key that a query sees, and one past the
+    last query that sees a key."""
+    batch, _, length, _ = q_bhtd.shape
+    position_t = torch.arange(length, device=q_bhtd.device, dtype=torch.int32)
+    first_t, last_t = (position_t - (window - 1)).clamp(min=0), (position_t + window).clamp(max=length)
+    if first_bt is None or last_bt is None:
+        return first_t.expand(batch, -1).contiguous(), last_t.expand(batch, -1).contiguous()
+    return torch.maximum(first_bt, first_t), torch.minimum(last_bt, last_t)
 
 
 def _bounds_of_ids(documents_bt: Tensor, position_t: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rush.hardware import Machine
+from rush.models import AttentionForm
 from rush.recipe import Knob, Recipe
 from rush.techniques.api.contract import Evidence, Observation, Proof, Requirement
 
@@ -80,11 +81,14 @@ def override_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def set_attention_core(
-    model: nn.Module, core: Callable[[], nn.Module], document_form: nn.Module | None = None
+    model: nn.Module, core: Callable[[AttentionForm], nn.Module], document_form: nn.Module | None = None
 ) -> None:
-    """Replace the attention core of every block, and the form of packed documents if it is not ids."""
+    """Replace the attention core of every block, and the form of packed documents if it is not ids.
+
+    `core` builds one from how its layer attends: scale, window, soft cap."""
     for block in model.get_submodule("blocks").children():
-        block.get_submodule("attention").core = core()
+        attention = block.get_submodule("attention")
+        attention.core = core(getattr(attention, "form"))  # noqa: B009 (of any kind of attention)
     if document_form is not None:
         model.document_form = document_form
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import rush.techniques.api.contract as api
 from rush.techniques.api.evidence import attention_ran
+from rush.techniques.api.features import no_score_cap
 from rush.techniques.api.seams import needs_kernels, set_attention_core
 from rush.techniques.attention.tiled import GROUPED_MEMORY, supported_head_dim
 from rush.techniques.attention.triton_attention import DocumentBounds, TritonCore
@@ -33,6 +34,7 @@ technique = api.Technique(
         ),
         needs_kernels,
         supported_head_dim,
+        no_score_cap,
     ),
     conflicts=("cp", "cudnn_attention", "flash_attention", "flex_attention", "triton_attention"),
     claim=api.Claim(

@@ -20,8 +20,11 @@ from torch import Tensor, nn
 
 import rush.techniques.api.contract as api
 from rush.kernels.support import empty_bthd, op
+from rush.models import AttentionForm
+from rush.models.layers import PLAIN_FORM
 from rush.recipe import Recipe
 from rush.techniques.api.evidence import attention_ran
+from rush.techniques.api.features import no_score_cap, no_windows
 from rush.techniques.api.seams import repeat_heads, set_attention_core, to_autocast_dtype
 from rush.techniques.attention.tiled import HEAD_DIMS, TILED_MEMORY
 
@@ -30,33 +33,37 @@ OPERATORS = ("aten::_scaled_dot_product_cudnn_attention", "rush::cudnn_attention
 # Shapes: b batch, h query heads, k key/value heads, t positions, d head dim.
 
 
-def _cudnn(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> tuple[Tensor, Tensor]:
+def _cudnn(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp of every query."""
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(q_bhtd, k_bktd, v_bktd, None, True, 0.0, True)
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q_bhtd, k_bktd, v_bktd, None, True, 0.0, True, scale=scale
+    )
     return found[0], found[1]
 
 
 @op("cudnn_attention_forward")
-def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    o, lse = _cudnn(q, k, v)
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    o, lse = _cudnn(q, k, v, scale)
     # Our backward pass uses exp2, so it takes the log-sum-exp to base 2.
     return o.transpose(1, 2).contiguous().transpose(1, 2), lse.reshape(q.shape[:3]) * math.log2(math.e)
 
 
 @_forward.register_fake  # type: ignore[untyped-decorator]
-def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     return empty_bthd(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
-def _gradients(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
     q, k, v, o, lse2 = ctx.saved_tensors
     backward = torch.ops.rush.flash_attention_backward
-    dq, dk, dv = backward(do, q, k, v, o, lse2, None, None, True, q.shape[-1] ** -0.5)
-    return dq, dk, dv
+    scale = q.shape[-1] ** -0.5 if ctx.scale is None else ctx.scale
+    dq, dk, dv = backward(do, q, k, v, o, lse2, None, None, True, scale)
+    return dq, dk, dv, None
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)
@@ -65,8 +72,10 @@ _forward.register_autograd(_gradients, setup_context=_keep)
 class CudnnCore(nn.Module):
     """Attention core by torch's cuDNN operator."""
 
-    def __init__(self, grouped: bool, deterministic: bool = False) -> None:
+    def __init__(self, grouped: bool, deterministic: bool = False, form: AttentionForm = PLAIN_FORM) -> None:
         super().__init__()
+        assert form == AttentionForm(scale=form.scale), "torch's operator has no window and no soft cap"
+        self.scale = form.scale
         self.grouped = grouped
         """Whether the kernel handles grouped-query attention."""
         self.deterministic = deterministic
@@ -85,7 +94,7 @@ class CudnnCore(nn.Module):
         assert query_offset == 0, "decoding with a cache uses the plain core"
         q_bhtd, k_bktd, v_bktd = to_autocast_dtype(q_bhtd, k_bktd, v_bktd)
         k_bhtd, v_bhtd = (k_bktd, v_bktd) if self.grouped else repeat_heads(q_bhtd, k_bktd, v_bktd)
-        out: Tensor = (_forward if self.deterministic else _cudnn)(q_bhtd, k_bhtd, v_bhtd)[0]
+        out: Tensor = (_forward if self.deterministic else _cudnn)(q_bhtd, k_bhtd, v_bhtd, self.scale)[0]
         return out
 
 
@@ -93,7 +102,7 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
     grouped, deterministic = knobs["heads"] == "grouped", build.recipe.run.deterministic
     if deterministic:
         import rush.kernels.flash_attention  # noqa: F401  (defines the operator that the backward pass calls)
-    set_attention_core(build.model, lambda: CudnnCore(grouped, deterministic))
+    set_attention_core(build.model, lambda form: CudnnCore(grouped, deterministic, form))
 
 
 def nondeterministic(recipe: Recipe, knobs: api.Knobs) -> str | None:
@@ -129,6 +138,8 @@ technique = api.Technique(
             ),
         ),
         api.half_precision,
+        no_windows,
+        no_score_cap,
         api.Requirement(
             "torch does not support packed documents with cuDNN (pack_best_fit, flatten); use "
             "flash_attention, triton_attention or flex_attention with them",

@@ -6,7 +6,8 @@ sum, and recomputes the tiles in the backward pass: memory is linear in the sequ
 and the memory traffic that bound the plain version is gone. At short sequences there is little to save.
 
 Packed documents are flattened into one row with cumulative sequence lengths (varlen attention): nothing
-outside a document is read, so short documents cost little. (The CPU operator uses a mask.)
+outside a document is read, so short documents cost little. (The CPU operator uses a mask.) Sliding windows are the
+kernel's own, so that a long row costs what its windows do; on a CPU they are a mask.
 
 torch's dispatcher picks a backend by its own rules, and a cached compiled graph can hold another backend
 than the one asked for. So this calls the flash operator itself.
@@ -15,12 +16,16 @@ than the one asked for. So this calls the flash operator itself.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import rush.techniques.api.contract as api
+from rush.models import AttentionForm
+from rush.models.layers import PLAIN_FORM
 from rush.techniques.api.evidence import attention_ran
+from rush.techniques.api.features import no_score_cap
 from rush.techniques.api.seams import repeat_heads, set_attention_core, to_autocast_dtype
 from rush.techniques.attention.tiled import GROUPED_MEMORY
 
@@ -43,8 +48,10 @@ class DocumentOffsets(nn.Module):
 class FlashCore(nn.Module):
     """Attention core by torch's flash operator for the tensors' device."""
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self, longest: int, form: AttentionForm = PLAIN_FORM) -> None:
         super().__init__()
+        assert form.softcap is None, "torch's operator has no soft cap"
+        self.form = form
         self.longest = longest
         """Maximum length of a packed document."""
 
@@ -63,19 +70,42 @@ class FlashCore(nn.Module):
         if q_bhtd.is_cuda and documents is not None:
             return self._varlen(q_bhtd, k_bktd, v_bktd, documents)
         out: Tensor
+        if q_bhtd.is_cuda and self.form.window is not None:
+            q, k, v = (x.transpose(1, 2) for x in (q_bhtd, k_bktd, v_bktd))
+            dense = torch.ops.aten._flash_attention_forward
+            out = dense(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, **self._options())[0]
+            return out.transpose(1, 2)
         if q_bhtd.is_cuda:
             # The kernel supports grouped-query attention, and aligns the causal mask to the last query and key.
             flash = torch.ops.aten._scaled_dot_product_flash_attention
-            out = flash(q_bhtd, k_bktd, v_bktd, dropout_p=0.0, is_causal=True)[0]
+            out = flash(q_bhtd, k_bktd, v_bktd, dropout_p=0.0, is_causal=True, scale=self.form.scale)[0]
             return out
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         k_bhtd, v_bhtd = repeat_heads(q_bhtd, k_bktd, v_bktd)
         mask = None if documents is None else documents[:, :, query_offset:].to(q_bhtd.dtype)
-        if mask is None and query_offset:
+        window = self.form.window
+        if window is not None or (mask is None and query_offset):
             seen_ts = torch.ones(q_bhtd.shape[2], k_bktd.shape[2], dtype=torch.bool).tril(query_offset)
-            mask = torch.where(seen_ts, 0.0, -math.inf).to(q_bhtd.dtype)
-        out = flash(q_bhtd, k_bhtd, v_bhtd, dropout_p=0.0, is_causal=mask is None, attn_mask=mask)[0]
+            if window is not None:
+                seen_ts = seen_ts.triu(query_offset - window + 1)
+            own = torch.where(seen_ts, 0.0, -math.inf).to(q_bhtd.dtype)
+            mask = own if mask is None else mask + own
+        out = flash(
+            q_bhtd,
+            k_bhtd,
+            v_bhtd,
+            dropout_p=0.0,
+            is_causal=mask is None,
+            attn_mask=mask,
+            scale=self.form.scale,
+        )[0]
         return out
+
+    def _options(self) -> dict[str, Any]:
+        """Scale and window of the varlen operator; a window ends at the query's own key."""
+        window = self.form.window
+        limits = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+        return {"scale": self.form.scale, **limits}
 
     def _varlen(self, q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor, starts_n: Tensor) -> Tensor:
         """Varlen attention over all rows flattened. Empty documents, which pad `starts_n`, cost nothing."""
@@ -86,14 +116,16 @@ class FlashCore(nn.Module):
             within = (starts_n % num_keys - (num_keys - num_queries)).clamp(min=0)
             starts_q = starts_n // num_keys * num_queries + within
         varlen = torch.ops.aten._flash_attention_forward
-        out: Tensor = varlen(q, k, v, starts_q, starts_n, self.longest, self.longest, 0.0, True, False)[0]
+        out: Tensor = varlen(
+            q, k, v, starts_q, starts_n, self.longest, self.longest, 0.0, True, False, **self._options()
+        )[0]
         batch, heads, length, head_dim = q_bhtd.shape
         return out.view(batch, length, heads, head_dim).transpose(1, 2)
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
     longest = build.recipe.batch.sequence
-    set_attention_core(build.model, lambda: FlashCore(longest), DocumentOffsets())
+    set_attention_core(build.model, lambda form: FlashCore(longest, form), DocumentOffsets())
 
 
 technique = api.Technique(
@@ -106,6 +138,7 @@ technique = api.Technique(
             lambda machine, recipe: machine.device != "cuda" or (machine.capability or (8, 0)) >= (8, 0),
         ),
         api.half_precision,
+        no_score_cap,
     ),
     conflicts=("cpu_attention", "cudnn_attention", "flex_attention", "triton_attention"),
     claim=api.Claim(

@@ -8,12 +8,16 @@ waits for the compiler. On a CPU it would materialize all scores, so it is refus
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import rush.techniques.api.contract as api
+from rush.models import AttentionForm
+from rush.models.layers import PLAIN_FORM
 from rush.techniques.api.evidence import attention_ran
 from rush.techniques.api.seams import set_attention_core, to_autocast_dtype
 from rush.techniques.attention.tiled import GROUPED_MEMORY
@@ -23,19 +27,40 @@ from rush.techniques.attention.tiled import GROUPED_MEMORY
 BLOCK = 128
 
 
+@dataclass(frozen=True)
+class Masks:
+    """BlockMasks of layers without and with a window."""
+
+    whole: Any
+    windowed: Any = None
+
+
 class DocumentMask(nn.Module):
-    """BlockMask of packed documents, computed from the first position of each document: without a mask of length ×
+    """BlockMasks of packed documents, computed from the first position of each document: without a mask of length ×
     length, and without a device synchronization."""
 
-    def forward(self, documents_bt: Tensor, starts_n: Tensor | None) -> Any:
-        from torch.nn.attention.flex_attention import BlockMask
+    def __init__(self, window: int | None = None) -> None:
+        super().__init__()
+        self.window = window
 
+    def forward(self, documents_bt: Tensor, starts_n: Tensor | None) -> Masks:
         length = documents_bt.shape[1]
         position_t = torch.arange(length, device=documents_bt.device)
         begins_bt = nn.functional.pad(documents_bt[:, 1:] != documents_bt[:, :-1], (1, 0), value=True)
         first_bt = torch.cummax(torch.where(begins_bt, position_t, 0), dim=1).values
+        if self.window is None:
+            return Masks(self._mask(first_bt))
+        return Masks(
+            self._mask(first_bt), self._mask(torch.maximum(first_bt, position_t - (self.window - 1)))
+        )
+
+    def _mask(self, first_bt: Tensor) -> Any:
+        """The mask of queries that see the keys from these on, up to their own."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        length = first_bt.shape[1]
         num_blocks = -(-length // BLOCK)
-        block_n = torch.arange(num_blocks, device=documents_bt.device)
+        block_n = torch.arange(num_blocks, device=first_bt.device)
         ends_n = (block_n * BLOCK + BLOCK - 1).clamp(max=length - 1)
         # The first query of a block sees the earliest keys, its last one the fewest.
         nearest_bn, farthest_bn = first_bt[:, ends_n], first_bt[:, block_n * BLOCK]
@@ -64,9 +89,10 @@ def _listed(blocks_bnm: Tensor) -> tuple[Tensor, Tensor]:
 class FlexCore(nn.Module):
     """Attention core by a generated kernel, for the sequence length of its mask."""
 
-    def __init__(self, kernel: Any, mask: Any) -> None:
+    def __init__(self, kernel: Any, masks: Masks, form: AttentionForm = PLAIN_FORM) -> None:
         super().__init__()
-        self.kernel, self.mask = kernel, mask
+        self.kernel, self.masks, self.form = kernel, masks, form
+        self.score_mod = None if form.softcap is None else _capped(form.softcap)
 
     def forward(
         self, q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor, *, documents: Any = None, query_offset: int = 0
@@ -74,13 +100,35 @@ class FlexCore(nn.Module):
         assert query_offset == 0, "decoding with a cache uses the plain core"
         q_bhtd, k_bktd, v_bktd = to_autocast_dtype(q_bhtd, k_bktd, v_bktd)
         grouped = q_bhtd.shape[1] != k_bktd.shape[1]
-        mask = self.mask if documents is None else documents
-        out: Tensor = self.kernel(q_bhtd, k_bktd, v_bktd, block_mask=mask, enable_gqa=grouped)
+        masks: Masks = self.masks if documents is None else documents
+        out: Tensor = self.kernel(
+            q_bhtd,
+            k_bktd,
+            v_bktd,
+            score_mod=self.score_mod,
+            block_mask=masks.whole if self.form.window is None else masks.windowed,
+            scale=self.form.scale,
+            enable_gqa=grouped,
+        )
         return out
 
 
 def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
+
+
+def _within(window: int) -> Callable[..., Tensor]:
+    def within(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (key > query - window)
+
+    return within
+
+
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
@@ -89,8 +137,13 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
     length = build.recipe.batch.sequence
     # Uncompiled, the operator materializes all scores.
     kernel = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    mask = create_block_mask(_causal, None, None, length, length, device=str(build.device))
-    set_attention_core(build.model, lambda: FlexCore(kernel, mask), DocumentMask())
+
+    def mask(visible: Callable[..., Tensor]) -> Any:
+        return create_block_mask(visible, None, None, length, length, device=str(build.device))
+
+    window = build.model.shape.window
+    masks = Masks(mask(_causal), None if window is None else mask(_within(window)))
+    set_attention_core(build.model, lambda form: FlexCore(kernel, masks, form), DocumentMask(window))
 
 
 technique = api.Technique(

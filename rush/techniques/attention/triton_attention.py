@@ -13,7 +13,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 import rush.techniques.api.contract as api
+from rush.models import AttentionForm
+from rush.models.layers import PLAIN_FORM
 from rush.techniques.api.evidence import attention_ran
+from rush.techniques.api.features import no_score_cap
 from rush.techniques.api.seams import needs_triton, set_attention_core, to_autocast_dtype
 from rush.techniques.attention.tiled import GROUPED_MEMORY, supported_head_dim
 
@@ -35,6 +38,11 @@ class DocumentBounds(nn.Module):
 class TritonCore(nn.Module):
     """Attention core by our own kernel."""
 
+    def __init__(self, form: AttentionForm = PLAIN_FORM) -> None:
+        super().__init__()
+        assert form.softcap is None, "the kernel has no soft cap"
+        self.form = form
+
     def forward(
         self,
         q_bhtd: Tensor,
@@ -48,7 +56,10 @@ class TritonCore(nn.Module):
 
         assert query_offset == 0, "decoding with a cache uses the plain core"
         q_bhtd, k_bktd, v_bktd = to_autocast_dtype(q_bhtd, k_bktd, v_bktd)
-        return flash_attention(q_bhtd, k_bktd, v_bktd, documents=documents)
+        form = self.form
+        return flash_attention(
+            q_bhtd, k_bktd, v_bktd, scale=form.scale, window=form.window, documents=documents
+        )
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
@@ -72,7 +83,7 @@ technique = api.Technique(
     name="triton_attention",
     stage=api.Stage.MODEL,
     apply=apply,
-    requires=(needs_triton, supported_head_dim),
+    requires=(needs_triton, supported_head_dim, no_score_cap),
     conflicts=("cpu_attention", "cudnn_attention", "flash_attention", "flex_attention"),
     claim=api.Claim(
         "attention rate",

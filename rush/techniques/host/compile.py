@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import rush.techniques.api.contract as api
 from rush.libraries import hush, hush_tf32_advice
 from rush.models import Decoder
-from rush.models.layers import cos_and_sin
+from rush.models.rotary import cos_and_sin
 from rush.techniques.api.evidence import compile_counts
 
 PASS = "rush::forward"
@@ -61,8 +61,8 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
     hush_tf32_advice()
     mode = None if knobs["mode"] == "default" else str(knobs["mode"])
     model = build.model
-    if knobs["scope"] == "model" and model.rotary is not None:
-        model.rotary.cos_and_sin = _cos_and_sin
+    for rotary in model.rotaries() if knobs["scope"] == "model" else []:
+        rotary.cos_and_sin = _cos_and_sin
     # Where attention is recomputed, compiled code draws seeds from the CPU generator at its first call (for an unused dropout),
     # so a resumed run would draw once more. The generator is restored after each step.
     build.step_contexts.append(partial(torch.random.fork_rng, devices=()))

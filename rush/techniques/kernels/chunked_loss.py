@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rush.techniques.api.contract as api
+from rush.models.layers import soft_cap
 from rush.techniques.api.evidence import head_rows
 
 # Shapes: b batch, t positions, n tokens of a chunk, d hidden, v vocabulary.
@@ -31,10 +32,11 @@ class ChunkedLossHead(nn.Module):
 
     recomputes = True
 
-    def __init__(self, chunk_tokens: int, project: nn.Module) -> None:
+    def __init__(self, chunk_tokens: int, project: nn.Module, softcap: float | None = None) -> None:
         super().__init__()
         self.chunk_tokens = chunk_tokens
         self.project = project
+        self.softcap = softcap
 
     def forward(self, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
         parts: list[Tensor] = []
@@ -56,12 +58,14 @@ class ChunkedLossHead(nn.Module):
         return sum(parts[1:], parts[0])
 
     def _chunk_loss(self, hidden_nd: Tensor, head_weight_vd: Tensor, labels_n: Tensor) -> Tensor:
-        logits_nv = self.project(hidden_nd, head_weight_vd).float()
+        logits_nv = soft_cap(self.project(hidden_nd, head_weight_vd).float(), self.softcap)
         return F.cross_entropy(logits_nv, labels_n, ignore_index=-100, reduction="sum")
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
-    build.model.loss_head = ChunkedLossHead(int(knobs["chunk_tokens"]), Projection())
+    build.model.loss_head = ChunkedLossHead(
+        int(knobs["chunk_tokens"]), Projection(), build.model.shape.logit_softcap
+    )
 
 
 def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:

@@ -73,8 +73,8 @@ technique = api.Technique(
     requires=(
         needs_triton,
         api.Requirement(
-            "it needs a model whose layers have biases (GPT-2); Llama's have none",
-            lambda machine, recipe: recipe.shape().family == "gpt2",
+            "it needs a model whose layers all have biases, and an MLP without a gate (GPT-2); Llama's have none",
+            lambda machine, recipe: recipe.shape().all_biases and not recipe.shape().gated_mlp,
         ),
         api.Requirement(
             "it needs trained biases; with adapters they are frozen, so remove it",

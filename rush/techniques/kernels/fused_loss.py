@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import rush.techniques.api.contract as api
 from rush.techniques.api.evidence import head_rows
+from rush.techniques.api.features import no_logit_cap
 from rush.techniques.api.seams import needs_kernels
 
 FP8_ALIGNMENT = 16
@@ -114,7 +115,7 @@ technique = api.Technique(
     name="fused_loss",
     stage=api.Stage.MODEL,
     apply=apply,
-    requires=(needs_kernels,),
+    requires=(needs_kernels, no_logit_cap),
     conflicts=("chunked_loss", "liger", "vocab_pad"),
     knobs={
         "chunk_tokens": api.KnobRange(

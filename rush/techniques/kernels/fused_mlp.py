@@ -43,7 +43,13 @@ technique = api.Technique(
     name="fused_mlp",
     stage=api.Stage.MODEL,
     apply=apply,
-    requires=(needs_kernels,),
+    requires=(
+        needs_kernels,
+        api.Requirement(
+            "its kernels are SwiGLU, and GELU without a gate; this model's MLP is gated by GELU; use compile, which fuses it",
+            lambda machine, recipe: not recipe.shape().gated_mlp or recipe.shape().activation == "silu",
+        ),
+    ),
     conflicts=("fused_bias", "liger"),
     claim=api.Claim(
         "bytes saved by the activation for backward",

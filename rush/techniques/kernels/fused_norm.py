@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import rush.techniques.api.contract as api
 from rush.models.decoder import Block
-from rush.models.layers import LayerNorm, RMSNorm
+from rush.models.layers import LayerNorm, OffsetRMSNorm, RMSNorm, RoundedRMSNorm
 from rush.techniques.api.seams import needs_triton, rush_kernels_ran
 
 
@@ -38,6 +38,9 @@ class FusedNorm(nn.Module):
         super().__init__()
         assert isinstance(plain, RMSNorm | LayerNorm), type(plain)
         self.eps, self.weight = plain.eps, plain.weight
+        self.offset = isinstance(plain, OffsetRMSNorm)
+        """Whether it multiplies by 1 + weight."""
+        self.keeps_dtype = isinstance(plain, RoundedRMSNorm)
         self.bias = plain.bias if isinstance(plain, LayerNorm) else None
         self.norm: Callable[..., Tensor] = rmsnorm if self.bias is None else layernorm
         self.add_norm: Callable[..., tuple[Tensor, Tensor]] = (
@@ -45,14 +48,18 @@ class FusedNorm(nn.Module):
         )
 
     def _weights(self) -> tuple[Tensor, ...]:
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+        weight = 1.0 + self.weight.float() if self.offset else self.weight
+        return (weight,) if self.bias is None else (weight, self.bias)
+
+    def _dtype(self, x_btd: Tensor) -> torch.dtype | None:
+        return _matmul_dtype(x_btd) or (x_btd.dtype if self.keeps_dtype else None)
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        return self.norm(x_btd, *self._weights(), self.eps, dtype=_matmul_dtype(x_btd))
+        return self.norm(x_btd, *self._weights(), self.eps, dtype=self._dtype(x_btd))
 
     def after_add(self, x_btd: Tensor, residual_btd: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of the sum of both, and the sum."""
-        return self.add_norm(x_btd, residual_btd, *self._weights(), self.eps, dtype=_matmul_dtype(x_btd))
+        return self.add_norm(x_btd, residual_btd, *self._weights(), self.eps, dtype=self._dtype(x_btd))
 
 
 class FusedNormBlock(Block):
@@ -60,19 +67,27 @@ class FusedNormBlock(Block):
 
     def forward(self, x_btd: Tensor, **rest: Any) -> Tensor:
         attended_btd = self.attention(self.attention_norm(x_btd), **rest)
-        normed_btd, x_btd = self.mlp_norm.after_add(attended_btd, x_btd)  # type: ignore[operator]
-        out: Tensor = x_btd + self.mlp(normed_btd)
-        return out
+        added_btd = self.added(attended_btd, self.attention_post_norm)
+        normed_btd, x_btd = self.mlp_norm.after_add(added_btd, x_btd)  # type: ignore[operator]
+        return x_btd + self.added(self.mlp(normed_btd), self.mlp_post_norm)
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
     model = build.model
+    for owner, name, norm in list(model.norms()):
+        setattr(owner, name, FusedNorm(norm))
     for layer, block in enumerate(model.blocks):
         assert type(block) is Block, "another technique has replaced the block"
-        model.blocks[layer] = FusedNormBlock(
-            FusedNorm(block.attention_norm), block.attention, FusedNorm(block.mlp_norm), block.mlp
-        )
-    model.final_norm = FusedNorm(model.final_norm)
+        if isinstance(block.mlp_norm, FusedNorm):  # else there is no norm after the residual add
+            model.blocks[layer] = FusedNormBlock(
+                block.attention_norm,
+                block.attention,
+                block.mlp_norm,
+                block.mlp,
+                attention_post_norm=block.attention_post_norm,
+                mlp_post_norm=block.mlp_post_norm,
+                residual_scale=block.residual_scale,
+            )
 
 
 def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:

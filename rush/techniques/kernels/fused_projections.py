@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rush.techniques.api.contract as api
@@ -62,7 +63,15 @@ class JoinedFanOut(FanOut):
         self.register_buffer("joined", lay_out(layers), persistent=False)
 
     def forward(self, x_btd: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-        out_bto = matmul_of(layers[0])(x_btd, self.weight(*layers))
+        matmul = matmul_of(layers[0])
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+        if not biases:
+            out_bto = matmul(x_btd, self.weight(*layers))
+        elif matmul is F.linear:
+            out_bto = F.linear(x_btd, self.weight(*layers), torch.cat(biases))
+        else:
+            out_bto = matmul(x_btd, self.weight(*layers))
+            out_bto = out_bto + torch.cat(biases).to(out_bto.dtype)
         return torch.split(out_bto, [layer.weight.shape[0] for layer in layers], dim=-1)
 
     def weight(self, *layers: nn.Linear) -> Tensor:
@@ -111,7 +120,6 @@ class LayerGroup:
 @torch.no_grad()
 def lay_out(layers: Sequence[nn.Linear]) -> Tensor:
     """Move the weights of these layers into one contiguous buffer, and return it."""
-    assert all(layer.bias is None for layer in layers)
     assert len({type(layer) for layer in layers}) == 1, "layers of different types"
     joined_od = torch.cat([layer.weight.detach() for layer in layers])
     parts = torch.split(joined_od, [layer.out_features for layer in layers])
@@ -240,7 +248,7 @@ technique = api.Technique(
         api.Requirement(
             "it needs a model with several linear layers that share an input, as Llama has (GPT-2's queries, keys and values are "
             "one layer already)",
-            lambda machine, recipe: recipe.shape().family == "llama",
+            lambda machine, recipe: recipe.shape().gated_mlp and not recipe.shape().joined_qkv,
         ),
     ),
     conflicts=("fsdp", "int8_base", "lora", "qlora", "tp"),

@@ -9,15 +9,40 @@ expect little.
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor, nn
+
 import rush.techniques.api.contract as api
 from rush.techniques.api.seams import FunctionModule, needs_triton, rush_kernels_ran
+
+
+class PartialRotate(nn.Module):
+    """Rotates the first elements of each head, as many as there are angles, by a kernel for whole heads."""
+
+    def __init__(self, rotate: nn.Module) -> None:
+        super().__init__()
+        self.rotate = rotate
+
+    def forward(
+        self, q_bhtd: Tensor, k_bktd: Tensor, cos_btr: Tensor, sin_btr: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        width = cos_btr.shape[-1]
+        rotated = self.rotate(q_bhtd[..., :width], k_bktd[..., :width], cos_btr, sin_btr)
+        q, k = (
+            # Beside each other in memory as before: the heads of a position.
+            torch.cat((part.transpose(1, 2), x[..., width:].transpose(1, 2)), dim=-1).transpose(1, 2)
+            for part, x in zip(rotated, (q_bhtd, k_bktd), strict=True)
+        )
+        return q, k
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
     from rush.kernels.rope import rope
 
     for block in build.model.blocks:
-        block.get_submodule("attention").rotate = FunctionModule(rope)
+        whole = FunctionModule(rope)
+        partial = build.model.shape.rotary_dim is not None
+        block.get_submodule("attention").rotate = PartialRotate(whole) if partial else whole
 
 
 technique = api.Technique(
@@ -28,7 +53,7 @@ technique = api.Technique(
         needs_triton,
         api.Requirement(
             "it needs a model with RoPE (Llama); GPT-2 has learned position embeddings",
-            lambda machine, recipe: recipe.shape().rope_theta is not None,
+            lambda machine, recipe: recipe.shape().has_rope,
         ),
     ),
     conflicts=("liger",),

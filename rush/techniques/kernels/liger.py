@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import rush.techniques.api.contract as api
 from rush.libraries import hush, load_library
-from rush.models.layers import IGNORED_LABEL, LayerNorm, RMSNorm, SwiGLU
+from rush.models.layers import IGNORED_LABEL, LayerNorm, OffsetRMSNorm, RMSNorm, RoundedRMSNorm, SwiGLU
 from rush.recipe import Recipe
 from rush.techniques.api.seams import FunctionModule
 
@@ -53,10 +53,14 @@ class LigerNorm(nn.Module):
         self.eps, self.weight = plain.eps, plain.weight
         self.bias = plain.bias if isinstance(plain, LayerNorm) else None
         self.call = functions().liger_rms_norm if self.bias is None else functions().liger_layer_norm
+        # Gemma's multiplies by 1 + weight, and like OLMo's in fp32.
+        self.rest: tuple[Any, ...] = ()
+        if isinstance(plain, RoundedRMSNorm):
+            self.rest = (1.0 if isinstance(plain, OffsetRMSNorm) else 0.0, "gemma")
 
     def forward(self, x_btd: Tensor) -> Tensor:
         given = [self.weight] if self.bias is None else [self.weight, self.bias]
-        out: Tensor = self.call(x_btd, *given, self.eps)
+        out: Tensor = self.call(x_btd, *given, self.eps, *self.rest)
         return out
 
 
@@ -94,18 +98,17 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
     chosen = _chosen(str(knobs["parts"]))
     model, expected = build.model, []
     blocks: Iterable[Any] = model.blocks
+    if "norm" in chosen:
+        expected.append("rms" if isinstance(model.final_norm, RMSNorm) else "layer")
+        for owner, name, norm in list(model.norms()):
+            setattr(owner, name, _norm(norm))
     for block in blocks:
-        if "norm" in chosen:
-            block.attention_norm, block.mlp_norm = _norm(block.attention_norm), _norm(block.mlp_norm)
-        if "rope" in chosen and hasattr(block.attention, "rotate"):
+        if "rope" in chosen and hasattr(block.attention, "rotate") and model.shape.rotary_dim is None:
             block.attention.rotate = FunctionModule(functions().liger_rope)
             expected.append("rope")
         if "mlp" in chosen and isinstance(block.mlp.activation, SwiGLU):
             block.mlp.activation = FunctionModule(functions().liger_swiglu)
             expected.append("mlp")
-    if "norm" in chosen:
-        expected.append("rms" if isinstance(model.final_norm, RMSNorm) else "layer")
-        model.final_norm = _norm(model.final_norm)
     if "loss" in chosen:
         model.loss_head = LigerLossHead()
         expected.append("loss")
@@ -144,8 +147,11 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
 def _parts_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """The library's kernels ran for the chosen modules, as far as the model has them, and for no other."""
     found = {part for part, kernel in KERNELS.items() if any(kernel in name for name in seen.kernels)}
-    norm = "rms" if seen.shape.family == "llama" else "layer"
-    has = {norm, "loss", *(("rope", "mlp") if seen.shape.family == "llama" else ())}
+    shape = seen.shape
+    norm = "rms" if shape.norm == "rms" else "layer"
+    has = {norm, "loss"}
+    has |= {"rope"} if shape.has_rope and shape.rotary_dim is None else set()
+    has |= {"mlp"} if shape.gated_mlp and shape.activation == "silu" else set()
     chosen = {norm if part == "norm" else part for part in _chosen(str(knobs["parts"]))}
     wanted = (chosen & has) - (set() if seen.holds_head else {"loss"})
     return api.Proof(found == wanted, f"the library computed: {', '.join(sorted(found)) or 'nothing'}")
@@ -154,7 +160,7 @@ def _parts_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
 def nondeterministic(recipe: Recipe, knobs: api.Knobs) -> str | None:
     """The layer norm of its earlier versions accumulates gradients with atomics."""
     installed = version("liger-kernel") if find_spec("liger_kernel") is not None else FIXED_ORDER
-    if recipe.shape().family != "gpt2" or "norm" not in _chosen(str(knobs["parts"])):
+    if recipe.shape().norm != "layer" or "norm" not in _chosen(str(knobs["parts"])):
         return None
     if _numbers(installed) >= _numbers(FIXED_ORDER):
         return None
@@ -183,6 +189,10 @@ technique = api.Technique(
             library=True,
         ),
         api.needs_cuda,
+        api.Requirement(
+            "its loss is called without a soft cap of logits, which this model has; set parts to all but loss, and use chunked_loss",
+            lambda machine, recipe: recipe.shape().logit_softcap is None or not _takes_loss(recipe),
+        ),
         api.Requirement(
             "with compile it needs scope = block, or parts without the loss: the library's loss cannot be traced",
             lambda machine, recipe: (

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import rush.techniques.api.contract as api
 from rush.models import Decoder
+from rush.models.layers import soft_cap
 from rush.techniques.kernels.chunked_loss import Projection
 
 # Shapes: n tokens, d hidden, v vocabulary.
@@ -41,12 +42,12 @@ class PaddedProjection(Projection):
 class ProjectedLossHead(nn.Module):
     """The plain loss head with a replaceable projection."""
 
-    def __init__(self, project: nn.Module) -> None:
+    def __init__(self, project: nn.Module, softcap: float | None = None) -> None:
         super().__init__()
-        self.project = project
+        self.project, self.softcap = project, softcap
 
     def forward(self, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
-        logits_nv = self.project(hidden_btd.flatten(0, 1), head_weight_vd).float()
+        logits_nv = soft_cap(self.project(hidden_btd.flatten(0, 1), head_weight_vd).float(), self.softcap)
         return F.cross_entropy(logits_nv, labels_bt.flatten(), ignore_index=-100, reduction="sum")
 
 
@@ -55,7 +56,7 @@ def set_projection(model: Decoder, projection: Projection) -> None:
     if hasattr(model.loss_head, "project"):
         model.loss_head.project = projection
     else:
-        model.loss_head = ProjectedLossHead(projection)
+        model.loss_head = ProjectedLossHead(projection, model.shape.logit_softcap)
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:

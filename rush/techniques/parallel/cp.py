@@ -27,8 +27,8 @@ import rush.techniques.api.contract as api
 from rush.data import Batch
 from rush.data.batch import IGNORED
 from rush.errors import RecipeError
-from rush.models import Decoder
-from rush.models.layers import DocumentIds
+from rush.models import Decoder, Shape
+from rush.models.layers import PLAIN_FORM, DocumentIds
 from rush.parallel.context_parallel import AllGatherAttention, ChunkDocuments, SequenceSplit
 from rush.recipe import Recipe
 from rush.techniques.api.seams import set_attention_core, to_autocast_dtype
@@ -131,7 +131,7 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
         kernel = f"{kernel} {build.device.type}" if kernel == "flash on" else kernel
         if kernel == "triton":
             import_module("rush.kernels.flash_attention")  # registers its operators
-        set_attention_core(model, lambda: RingCore(kernel, group, balanced), DocumentIds())
+        set_attention_core(model, lambda form: RingCore(kernel, group, balanced), DocumentIds())
     else:
         for block in model.blocks:
             attention = block.get_submodule("attention")
@@ -221,6 +221,11 @@ def check_sizes(recipe: Recipe, knobs: api.Knobs) -> None:
         )
 
 
+def any_form(shape: Shape) -> bool:
+    """Whether layers attend in another way than causally with the usual scale."""
+    return any(shape.attention_form(layer) != PLAIN_FORM for layer in range(shape.num_layers))
+
+
 def _ring(recipe: Recipe) -> bool:
     return api.knob_of(recipe, "cp", "exchange", "all_gather") == "ring"
 
@@ -238,6 +243,15 @@ technique = api.Technique(
             lambda machine, recipe: (
                 _ring(recipe) or not api.used(recipe, "cudnn_attention", "triton_attention")
             ),
+        ),
+        api.Requirement(
+            "ring attention has no windows, no soft cap of scores and no scale of its own, which this model has; set exchange = "
+            "all_gather",
+            lambda machine, recipe: not _ring(recipe) or not any_form(recipe.shape()),
+        ),
+        api.Requirement(
+            "the model's RoPE (LongRoPE) depends on the length of the whole row, and a rank sees a part of it; use fsdp or tp",
+            lambda machine, recipe: recipe.shape().rope_switch is None,
         ),
         api.Requirement(
             "on a GPU the kernels of ring attention do not support packed documents; set exchange = all_gather, with "

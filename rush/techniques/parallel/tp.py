@@ -13,6 +13,7 @@ fsdp each shard is sharded once more, and with ddp torch's fully_shard keeps the
 
 from __future__ import annotations
 
+import re
 from math import gcd, prod
 from typing import Any
 
@@ -43,6 +44,7 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
     from rush.parallel.tensor_parallel import (
         ColwiseLinear,
         GatherInput,
+        ReplicatedOnHeads,
         ReplicatedOnStream,
         ResidualStream,
         RowwiseLinear,
@@ -58,6 +60,10 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
         "position_embedding": ReplicatedOnStream(stream, takes_positions=True),
         "blocks.*.attention_norm": ReplicatedOnStream(stream),
         "blocks.*.attention": GatherInput(stream),
+        "blocks.*.attention.q_norm": ReplicatedOnHeads(),
+        "blocks.*.attention.k_norm": ReplicatedOnHeads(),
+        "blocks.*.attention_post_norm": ReplicatedOnStream(stream),
+        "blocks.*.mlp_post_norm": ReplicatedOnStream(stream),
         "blocks.*.mlp_norm": ReplicatedOnStream(stream),
         "blocks.*.mlp": GatherInput(stream),
         "final_norm": ReplicatedOnStream(stream),
@@ -67,8 +73,8 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
         # GPT-2's queries, keys and values are one layer; each rank has its heads of each.
         layer = ColwiseLinear(parts=3 if role == "qkv" else 1) if role in READERS else RowwiseLinear(stream)
         plan[f"blocks.*.{path}"] = layer
-    there = {name for name, _ in model.named_children()}
-    plan = {name: style for name, style in plan.items() if name.split(".")[0] in there}
+    there = {re.sub(r"^blocks\.\d+\.", "blocks.*.", name) for name, _ in model.named_modules()}
+    plan = {name: style for name, style in plan.items() if name in there}
     parallelize_module(model, mesh, plan, src_data_rank=None)
     model.tie_head()
     _shard_loss(build, stream)
@@ -208,7 +214,13 @@ technique = api.Technique(
     stage=api.Stage.TENSOR,
     apply=apply,
     check_sizes=check_sizes,
-    requires=(api.enabled_by_layout("tp"),),
+    requires=(
+        api.enabled_by_layout("tp"),
+        api.Requirement(
+            "the model normalizes all queries of a token together, and each rank has some of its heads; use fsdp, pp or cp",
+            lambda machine, recipe: recipe.layout.tp == 1 or recipe.shape().qk_norm != "width",
+        ),
+    ),
     conflicts=("cuda_graph", "fused_bias", "fused_projections", "int8_base", "liger", "qlora", "vocab_pad"),
     reasons={
         **api.NO_CUDA_GRAPH,

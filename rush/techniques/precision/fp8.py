@@ -63,7 +63,8 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
         build.facts.note(head)
     elif knobs["scope"] != "blocks":
         of_head = partial(fp8_linear, recipe=recipe, **(options | {"fast_accum": "forward"}))
-        build.model.loss_head = ProjectedLossHead(PaddedProjection(build.head_width, fp8_projection(of_head)))
+        projection = PaddedProjection(build.head_width, fp8_projection(of_head))
+        build.model.loss_head = ProjectedLossHead(projection, build.model.shape.logit_softcap)
 
 
 def _can_multiply(machine: Machine, recipe: Recipe) -> bool:
@@ -137,12 +138,13 @@ technique = api.Technique(
             ),
         ),
         api.Requirement(
-            "with mlp kernel it replaces Llama's whole MLP, with tensorwise scales: it needs a Llama and recipe "
+            "with mlp kernel it replaces Llama's whole MLP, with tensorwise scales: it needs an MLP with SwiGLU and recipe "
             f"tensorwise, and no {' or '.join(OTHER_MLPS)}; or set mlp to compiler",
             lambda machine, recipe: (
                 not _one_mlp(recipe)
                 or (
-                    recipe.shape().family == "llama"
+                    recipe.shape().gated_mlp
+                    and recipe.shape().activation == "silu"
                     and api.knob_of(recipe, "fp8", "recipe", RECIPES[0]) == "tensorwise"
                     and not api.used(recipe, *OTHER_MLPS)
                 )
