@@ -24,6 +24,21 @@ PUBLISHED = {
     "llama-3.2-3b": 3_212_749_824,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-3-1b": 999_885_952,
+    "phi-4": 14_659_507_200,
+    "phi-4-mini": 3_836_021_760,
+    "smollm3-3b": 3_075_098_624,
 }
 
 
@@ -63,7 +78,7 @@ def test_the_table_folds_layers_and_adds_up(small_shape: Shape) -> None:
     assert any(row.role == "head" for row in rows)
 
 
-@pytest.mark.parametrize("name", ["tiny", "llama-tiny"])
+@pytest.mark.parametrize("name", ["tiny", "llama-tiny", "qwen3-tiny", "olmo2-tiny", "granite-tiny"])
 def test_flops_per_token_equal_a_count_of_the_operations_that_run(name: str) -> None:
     """torch counts the matmuls of a real forward and backward pass.
 
@@ -75,10 +90,21 @@ def test_flops_per_token_equal_a_count_of_the_operations_that_run(name: str) -> 
     tokens = torch.arange(batch * sequence).reshape(batch, sequence)
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
-    causal_half = 6 * shape.num_layers * shape.hidden * sequence
+    causal_half = 6 * shape.num_layers * shape.num_heads * shape.head_dim * sequence
     assert counter.get_total_flops() == batch * sequence * (flops_per_token(shape, sequence) + causal_half)
 
 
 def test_flops_of_gpt2_agree_with_the_known_figure() -> None:
     """124M at 1024: 6 x (84.9M of blocks + 38.6M of head) + 6 x 12 x 768 x 1024."""
     assert flops_per_token(SIZES["gpt2-124m"], 1024) == 6 * (84_934_656 + 38_597_376) + 56_623_104
+
+
+def test_windows_shorten_attention() -> None:
+    """Counted pair by pair: a query sees its window, less at the start of the row."""
+    shape, sequence = SIZES["mistral-tiny"], 512
+    pairs = sum(min(query + 1, 64) for query in range(sequence))
+    found = flops_per_token(shape, sequence) - 6 * matmul_parameters(shape)
+    width = shape.num_heads * shape.head_dim
+    assert found == pytest.approx(12 * shape.num_layers * width * pairs / sequence, rel=0.01)
+    without = flops_per_token(SIZES["llama-tiny"], 512) - 6 * matmul_parameters(SIZES["llama-tiny"])
+    assert found < 0.25 * without
