@@ -57,10 +57,13 @@ class ModelSection(Section):
     init_from: str | None = None
     """The initial weights: a run folder, a Hugging Face folder, or an id on the hub, `OWNER/NAME` or `OWNER/NAME@REVISION`; random
     weights without it. A run records the commit of an id."""
-    shape: dict[str, int | float | bool | dict[str, int | float | str]] = {}
+    shape: dict[
+        str, int | float | bool | str | list[bool] | dict[str, int | float | bool | str | list[float]]
+    ] = {}
     """Fields of the shape to override, as in `model.shape.num_layers = 2`. RoPE scaling is a table:
     `model.shape.rope_scaling = {rope_type = "linear", factor = 4.0}`, or `llama3` with `low_freq_factor`, `high_freq_factor` and
-    `original_context` as well; `{rope_type = "default"}` turns it off."""
+    `original_context` as well, `yarn`, `longrope`; `{rope_type = "default"}` turns it off. `"none"` turns off a field that a model
+    may lack (`model.shape.window = "none"`); patterns of layers are lists (`model.shape.window_layers = [true, false]`)."""
 
 
 class DataSection(Section):
@@ -260,10 +263,7 @@ class Recipe(Section):
 
     def shape(self) -> Shape:
         """The model's shape: the published one with this recipe's overrides."""
-        overrides = tuple(
-            (key, type(value), tuple(value.items()) if isinstance(value, dict) else value)
-            for key, value in self.model.shape.items()
-        )
+        overrides = tuple((key, type(value), _hashable(value)) for key, value in self.model.shape.items())
         return _shape_of(self.model.name, overrides)
 
     @property
@@ -354,6 +354,25 @@ def _renamed(entries: list[str | dict[str, Knob]], names: Mapping[str, str]) -> 
     ]
 
 
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((key, _hashable(inner)) for key, inner in value.items())
+    return tuple(value) if isinstance(value, list) else value
+
+
+_OPTIONAL: dict[str, type] = {
+    "rotary_dim": int,
+    "window": int,
+    **dict.fromkeys(
+        ("local_rope_theta", "attention_scale", "attention_softcap", "logit_softcap", "embedding_scale",
+         "residual_scale", "logit_divisor"),
+        float,
+    ),
+}  # fmt: skip
+"""Fields that a model may lack, of models with RoPE."""
+_PATTERNS = ("rope_layers", "window_layers")
+
+
 @lru_cache(maxsize=1024)
 def _shape_of(name: str, overrides: tuple[tuple[str, type, Any], ...]) -> Shape:
     """The published shape of a model with these fields changed, of (key, type, value): 1 and True are equal, but not alike."""
@@ -367,11 +386,22 @@ def _shape_of(name: str, overrides: tuple[tuple[str, type, Any], ...]) -> Shape:
         if key == "rope_scaling":
             values[key] = _rope_scaling(base, kind, value)
             continue
+        if key in _PATTERNS and base.has_rope:
+            if kind is not list:
+                raise RecipeError(
+                    f"model.shape.{key} is {value!r}; allowed: a list such as [true, false], repeated over the layers."
+                )
+            continue
+        if key in _OPTIONAL and base.has_rope and value == "none":
+            values[key] = None
+            continue
         known = getattr(base, key) if key in fields else None
+        if known is None and base.has_rope:
+            known = {int: 1024, float: 0.5}.get(_OPTIONAL.get(key, object))  # an example of its type
         if not isinstance(known, (bool, int, float)):
             allowed = [field for field in fields if isinstance(getattr(base, field), (bool, int, float))]
-            allowed += ["rope_scaling"] * base.has_rope
-            raise RecipeError(f"model.shape.{key} is not a field of a shape; {nearest(key, allowed)}")
+            allowed += ["rope_scaling", *_OPTIONAL, *_PATTERNS] if base.has_rope else []
+            raise RecipeError(f"model.shape.{key} is not a field of a shape; {nearest(key, {*allowed})}")
         if kind is not type(known) and not (isinstance(known, float) and kind is int):
             raise RecipeError(
                 f"model.shape.{key} is {value!r}; found {_kind(value)}, allowed: {_kind(known)} (as in {known!r})."

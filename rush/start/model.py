@@ -108,9 +108,16 @@ def _differences(shape: Shape) -> dict[str, list[str]]:
 
 def _written(key: str, value: Any) -> Any:
     if key != "rope_scaling":
-        return value
+        return "none" if value is None else list(value) if isinstance(value, tuple) else value
     return (
         {"rope_type": "default"}
         if value is None
-        else {"rope_type": rope_type(value), **dataclasses.asdict(value)}
+        else {
+            "rope_type": rope_type(value),
+            **{
+                name: list(one) if isinstance(one, tuple) else one
+                for name, one in dataclasses.asdict(value).items()
+                if one is not None
+            },
+        }
     )
