@@ -242,6 +242,14 @@ def recipes(name: str) -> list[Recipe]:
         packed = ["objective.kind=sft", "batch.micro=1", "layout.cp=2"]
         own.append(recipe_of("triton_attention", overrides=packed[1:]))
         own.append(recipe_of("{name='cp', exchange='ring'}", "triton_attention", "flatten", overrides=packed))
+        own.append(recipe_of("{name='cp', exchange='ring'}", overrides=[*packed[1:], "model.shape.window=7"]))
+        long = "{rope_type='longrope', short_factor=[1.0], long_factor=[2.0], original_context=8}"
+        of_long = ["model.name=phi3-tiny", "model.shape.rotary_dim=2", f"model.shape.rope_scaling={long}"]
+        own.append(recipe_of(overrides=[*packed[1:], *of_long]))
+    if name == "tp":
+        own.append(recipe_of(overrides=["batch.micro=1", "layout.tp=2", "model.name=olmo2-tiny"]))
+    if name in OF_FEATURES:
+        own.append(recipe_of(name, overrides=["model.name=gemma2-tiny"]))
     if name == "checkpoint_full":
         own.append(recipe_of("{name='checkpoint_full', inputs='host'}"))
     if name == "cudnn_attention":
@@ -254,6 +262,12 @@ def recipes(name: str) -> list[Recipe]:
     if name != "compile" and "compile" not in registry()[name].conflicts:
         own.append(recipe_of(name, "{name='compile', mode='reduce-overhead'}"))
     return own
+
+
+OF_FEATURES = {
+    "cpu_attention", "cudnn_attention", "flash_attention", "fused_loss", "fused_mlp", "liger", "triton_attention"
+}  # fmt: skip
+"""Techniques that need a model without windows, soft caps or gated GELU."""
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if registry()[name].requires])
