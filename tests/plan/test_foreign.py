@@ -11,7 +11,7 @@ import pytest
 from rush.api import plan_config, plan_recipe
 from rush.errors import DataError, RecipeError
 from rush.hub.config import config_from_shape
-from rush.models.shape import shape_of
+from rush.models import shape_of
 from rush.plan.foreign import nearest_shape
 
 DEEPSEEK_V3 = {

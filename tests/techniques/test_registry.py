@@ -249,7 +249,7 @@ def recipes(name: str) -> list[Recipe]:
     if name == "tp":
         own.append(recipe_of(overrides=["batch.micro=1", "layout.tp=2", "model.name=olmo2-tiny"]))
     if name in OF_FEATURES:
-        own.append(recipe_of(name, overrides=["model.name=gemma2-tiny"]))
+        own.append(recipe_of(name, overrides=["model.name=gemma2-tiny", "model.shape.window=7"]))
     if name == "checkpoint_full":
         own.append(recipe_of("{name='checkpoint_full', inputs='host'}"))
     if name == "cudnn_attention":
