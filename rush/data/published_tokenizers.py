@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
-from rush.data.readers import import_extra
+from rush.data.hub_client import offline, parse_id, pinned
+from rush.data.hub_files import cached, fetch, list_files, ready, snapshot
 from rush.data.tokenizer import Tokenizer
 from rush.errors import DataError, MachineError, nearest
 
 TOKENIZERS = {"gpt2": "openai-community/gpt2", "llama-3": "meta-llama/Llama-3.1-8B"}
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 
 
 def find_tokenizer(name: str, key: str = "data.tokenizer", *, trainable: bool = True) -> Tokenizer:
@@ -30,20 +36,23 @@ def find_tokenizer(name: str, key: str = "data.tokenizer", *, trainable: bool = 
     return Tokenizer.load(_fetch(TOKENIZERS.get(name, name), key, trainable))
 
 
-def _fetch(repository: str, key: str, trainable: bool) -> Path:
+def _fetch(name: str, key: str, trainable: bool) -> Path:
     """The folder of a tokenizer's files in the hub's cache, downloaded if necessary."""
-    hub: Any = import_extra("huggingface_hub", "hub", f"Fetching the tokenizer of {repository}")
-    errors: Any = import_extra("huggingface_hub.errors", "hub", f"Fetching the tokenizer of {repository}")
-    instead = f"; or set {key}='train'" if trainable else ""
+    repo = parse_id(f"hub:{name}")
+    if repo is None:
+        raise DataError(f"No tokenizer called {name!r}: allowed on the hub is OWNER/NAME[@REVISION].")
     try:
-        folder = hub.snapshot_download(repository, allow_patterns=list(_FILES))
-    except (OSError, errors.HfHubHTTPError, errors.HFValidationError) as error:
+        repo = pinned(repo)
+        if (found := ready(repo, "tokenizer")) is not None:
+            return found
+        if offline() and "tokenizer.json" in cached(repo):
+            return snapshot(repo)
+        listed = list_files(repo)
+        if "tokenizer.json" not in listed:
+            raise DataError(f"{repo} has no tokenizer.json, so its tokenizer cannot be read.")
+        return fetch(repo, [listed[file] for file in _FILES if file in listed], "tokenizer")
+    except MachineError as error:
+        instead = f", or set {key}='train'" if trainable else ""
         raise MachineError(
-            f"Cannot fetch the tokenizer of {repository} from the Hugging Face hub: "
-            f"{str(error).strip().splitlines()[0]} Check the connection, and for a gated model that its "
-            "licence is accepted and `hf auth login` was run; or copy its tokenizer.json here and set "
-            f"{key} to its path{instead}."
+            f"Cannot fetch the tokenizer of {repo}. {error} Or copy its tokenizer.json here and set {key} to its path{instead}."
         ) from error
-    if not (Path(folder) / "tokenizer.json").is_file():
-        raise DataError(f"{repository} has no tokenizer.json, so its tokenizer cannot be read.")
-    return Path(folder)

@@ -175,13 +175,12 @@ def test_options_of_the_executor_have_their_types(desk: Desk) -> None:
     assert desk.clean("rows.jsonl", "-o", "out.jsonl", *words)[0] == 0
 
 
-def test_a_stage_is_not_told_to_train_its_tokenizer(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = pytest.importorskip("huggingface_hub")
-
-    def unreachable(*_: object, **__: object) -> str:
-        raise OSError("no network")
-
-    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+def test_a_stage_is_not_told_to_train_its_tokenizer(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
     desk.file("pipeline.toml", '[[stage]]\nkind = "tokens"\nmax = 9\ntokenizer = "gpt2"\n')
     code, _, err = desk.clean("rows.jsonl", "-o", "out.jsonl")
     assert code == 4
