@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         start_recipe,
         train,
         tune_recipe,
+        write_report,
     )
     from rush.errors import DataError, Diverged, MachineError, RecipeError, RushError
     from rush.hub.export import export_model
@@ -57,6 +58,7 @@ _HOMES = {
     "train": "api",
     "train_recipe": "training.loop",
     "tune_recipe": "api",
+    "write_report": "api",
 }
 
 __all__ = [
@@ -84,6 +86,7 @@ __all__ = [
     "train",
     "train_recipe",
     "tune_recipe",
+    "write_report",
 ]
 
 

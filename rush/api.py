@@ -6,15 +6,17 @@ command line: `train("tiny", "schedule.steps=100")`. Errors are those of `rush.e
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rush.errors import DataError, RecipeError
+from rush.errors import DataError, RecipeError, RushError
+from rush.files import write_atomic
 from rush.plan import Plan
 from rush.ready import short_name
 from rush.recipe import Recipe
@@ -199,8 +201,55 @@ def train(
         raise RecipeError("resume needs out: the folder of the run to resume.")
     folder = Path(out) if out is not None else new_folder(_name(recipe))
     chosen = None if recipe is None else _recipe(recipe, overrides)
-    with _own(techniques):
-        return TrainingRun(train_recipe(chosen, folder, resume=resume, view=view or terminal_view()))
+    shown = view or terminal_view()
+    before, done = _written(folder), False
+    try:
+        with _own(techniques):
+            run = TrainingRun(train_recipe(chosen, folder, resume=resume, view=shown))
+        done = True
+    finally:  # also of a run that was interrupted or failed
+        if _written(folder) != before:
+            _draw_run(folder, shown.note if done else _quiet)
+    return run
+
+
+def _written(folder: Path) -> tuple[int, int] | None:
+    """Tells whether a run has written rows: a start that was refused has not."""
+    try:
+        found = os.stat(RunFolder(folder).metrics)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
+def _draw_run(folder: Path, note: Note) -> None:
+    """Write the page of a run that recorded a step. Its result stands, whatever becomes of the page."""
+    from rush.parallel import started_rank
+
+    try:
+        if started_rank() == 0 and RunFolder(folder).metrics.stat().st_size:
+            write_report(folder)
+    except Exception as error:
+        note(f"The run's page was not written: {error}")
+
+
+def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
+    """Draw the page of a run, ladder, search, study, bench or explanation from its record; returns its path.
+
+    Without `out` it is `report.html` in the folder.
+    """
+    from rush.report.redraw import known_kind, redraw
+
+    place = Path(folder)
+    html = Path(out) if out is not None else place / "report.html"
+    if known_kind(place) == "explain":
+        from rush.explain.page import page
+        from rush.explain.records import explain, read
+
+        write_atomic(html, page(explain(read(place / "explain.json"))))
+    else:
+        redraw(place, html, lambda name: load_recipe(name, auto=True).model_dump(exclude_none=True))
+    return html
 
 
 def run_ladder(
@@ -216,23 +265,30 @@ def run_ladder(
     from rush.lab.ladder.climb import climb
     from rush.lab.ladder.ladder_file import load_ladder
     from rush.lab.ladder.proven import write_proven
-    from rush.report.page import write_report
 
     if view not in VIEWS:
         raise RecipeError(f"--view is {view!r}; allowed: {', '.join(VIEWS)}.")
     plan = load_ladder(str(ladder), overrides)
     folder = Path(out) if out is not None else Path("runs") / f"ladder-{plan.name}"
-    with _own(techniques) as files:
-        record = climb(
-            plan,
-            folder,
-            view=view,
-            extra_techniques=files,
-            watch=watch or (lambda progress: None),
-            note=note,
-        )
-    for page in [folder, folder / "alone", folder / "left_out"] if view == "all" else [folder]:
-        write_report(page / "ladder.json", page / "report.html")
+    pages = [folder, folder / "alone", folder / "left_out"] if view == "all" else [folder]
+    try:
+        with _own(techniques) as files:
+            record = climb(
+                plan,
+                folder,
+                view=view,
+                extra_techniques=files,
+                watch=watch or (lambda progress: None),
+                note=note,
+            )
+    except KeyboardInterrupt:
+        for page in pages:  # what is measured so far, and the page says so
+            with suppress(RushError):
+                if (page / "ladder.json").is_file():
+                    write_report(page)
+        raise
+    for page in pages:
+        write_report(page)
     if view in ("cumulative", "all"):
         write_proven(plan, folder)
     return LadderResult(record, folder)

@@ -34,6 +34,7 @@ EXPECTED = {
     "load_recipe",
     "load_tokenizer",
     "train_recipe",
+    "write_report",
 }
 
 

@@ -31,10 +31,12 @@ from rush.cli import (
     probe,
     push,
     recipes,
+    report,
     scale,
     start,
     train,
     tune,
+    watch,
 )
 from rush.cli.output import print_error
 from rush.cli.shutdown import (
@@ -61,11 +63,13 @@ app = typer.Typer(
 app.command("start")(start.start)
 app.command("ladder")(ladder.ladder)
 app.command("compare")(ladder.compare)
+app.command("report")(report.report)
 app.command("scale")(scale.scale)
 app.command("plan")(plan.plan)
 app.command("tune")(tune.tune)
 app.command("probe")(probe.probe)
 app.command("explain")(explain.explain)
+app.command("watch")(watch.watch)
 app.command("train")(train.train)
 app.command("launch")(launch.launch)
 app.command("overfit")(overfit.overfit)

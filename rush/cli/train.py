@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -59,7 +60,7 @@ def train(
 ) -> None:
     """Train a model from a recipe.
 
-    Recipe, metrics, samples and checkpoints are written to the run folder. Ctrl-C stops after the current step and saves a
+    Recipe, metrics, samples, checkpoints and a page (report.html) are written to the run folder. `rush watch` shows it live. Ctrl-C stops after the current step and saves a
     checkpoint. --resume continues from the last checkpoint, also after a crash or a power cut.
 
     Examples:
@@ -120,6 +121,8 @@ def train(
         next_step("rush", "train", "--out", str(folder), "--resume", *many)
         raise typer.Exit(130)
     tuned = load_recipe(str(folder / "recipe.toml")).objective.kind != "lm"
+    if (folder / "report.html").is_file():
+        typer.echo(f"Report: {folder / 'report.html'}")
     try_it = ["chat", str(folder)] if tuned else ["generate", str(folder), "--prompt", "def "]
     next_step("rush", *try_it)
 
@@ -144,13 +147,21 @@ def _train_here(
         chosen = _shrunk(_decided(chosen, RunFolder(folder)) or load_recipe(str(folder / "recipe.toml")))
     if recipe is not None and chosen is not None and recipe.endswith(".toml"):
         _warn_of_another_machine(Path(recipe).expanduser(), chosen)
-    view = View() if json else terminal_view()
     stored = folder / "recipe.toml"
     status = RunStatus(
         RunFolder(folder), chosen or (load_recipe(str(stored)) if os.path.isfile(stored) else None)
     )
+    view = View() if json else terminal_view(_how_to_watch(folder, status.recipe))
     set_reporter(partial(report_late, status, status.uses()))
     return train_run(chosen, out=folder, resume=resume or restarted(), view=view).summary
+
+
+def _how_to_watch(folder: Path, recipe: Recipe | None) -> str:
+    """The line that a run begins with."""
+    board = f" (or: tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))})"
+    return f"Watch it: rush watch {shlex.quote(str(folder))}" + board * (
+        recipe is not None and recipe.run.tensorboard
+    )
 
 
 def _warn_of_another_machine(file: Path, recipe: Recipe) -> None:

@@ -15,12 +15,25 @@ from markupsafe import Markup
 from rush.report import formatting
 from rush.report.axes import NARROW, WIDE, Frame, free_spot, x_axis, y_axis
 from rush.report.panels import Bar, Bars, Curve, Curves, Dot, Mark, Panel, Unit, label, tick_values
-from rush.report.svg import Scale, number, path, picture, shortened, tag, text_at, tooltip, upright_whisker
+from rush.report.svg import (
+    Scale,
+    number,
+    path,
+    picture,
+    shortened,
+    tag,
+    text_at,
+    tooltip,
+    upright_whisker,
+    widened,
+)
 
 LETTER = 6.7
 """About how wide a letter of the small text is."""
 REACHES = (14.0, 21.0, 29.0, 38.0)
 DIRECTIONS = [(math.cos(math.pi / 4 * turn), -math.sin(math.pi / 4 * turn)) for turn in range(8)]
+UNMARKED = ("formula", "line", "faint")
+"""Styles of lines without a mark at each point."""
 SHAPES = ("circle", "square", "triangle", "diamond", "ring", "bar")
 
 
@@ -115,6 +128,8 @@ def _y_range(panel: Curves) -> tuple[float, float]:
     if panel.y_log:
         air = max(1.25, (high / low) ** 0.06)
         return low / air, high * air
+    if not panel.y_from_zero:
+        return widened([low, high])
     return 0.0, high * 1.08 or 1.0
 
 
@@ -129,6 +144,8 @@ def _x_ticks(panel: Curves) -> list[float]:
     if panel.x_log and 1 < len(xs) <= 24 and all(x == int(x) for x in xs):
         return xs
     x_low, x_high, _, _ = _ranges(panel)
+    if x_low == x_high:
+        return [x_low]
     return tick_values(x_low, x_high, panel.x_log, panel.x_unit)
 
 
@@ -137,7 +154,7 @@ def _line(line: Curve, panel: Curves, x: Scale, y: Scale) -> list[Markup]:
     if line.style != "dots" and len(line.dots) > 1:
         points = [(x(dot.x), y(dot.y)) for dot in line.dots]
         marks.append(tag("path", class_=f"curve series-{line.color} {line.style}", d=path(points)))
-    if line.style == "formula":
+    if line.style in UNMARKED:
         return marks
     return marks + [_dot(line, dot, panel, x(dot.x), y) for dot in line.dots]
 
@@ -172,19 +189,20 @@ def shape(color: int, cx: float, cy: float, class_: str) -> Markup:
 def _legend(lines: Sequence[Curve], width: float) -> tuple[list[Markup], float]:
     """The names of the series over the plot, in as many rows as they need."""
     marks, x, y = [], 4.0, 12.0
-    for line in lines:
+    named = [line for line in lines if line.name]
+    for line in named:
         room = 34 + len(line.name) * LETTER
         if x > 4 and x + room > width:
             x, y = 4.0, y + 19
         if line.style != "dots":
             stroke = f"curve series-{line.color} {line.style}"
             marks.append(tag("path", class_=stroke, d=f"M{number(x)} {number(y)}h20"))
-        if line.style != "formula":
+        if line.style not in UNMARKED:
             hollow = " hollow" if line.style == "extrapolated" else ""
             marks.append(shape(line.color, x + 10, y, f"dot series-{line.color}{hollow}"))
         marks.append(tag("text", line.name, class_="tick", x=x + 26, y=y + 4))
         x += room + 12
-    return marks, y + 8
+    return marks, y + 8 if named else 0.0
 
 
 def _labels(lines: Sequence[Curve], frame: Frame, x: Scale, y: Scale) -> list[Markup]:
@@ -203,16 +221,17 @@ def _alt(panel: Curves) -> str:
     """The picture in words: each series from its first to its last point."""
     parts = []
     for line in panel.lines:
+        name = line.name or panel.y_title
         if line.style == "dots":
             description = ", ".join(
                 f"{dot.label or label(dot.x, panel.x_unit)} at {label(dot.y, panel.y_unit)}"
                 for dot in line.dots
             )
-            parts.append(f"{line.name}: {description}")
+            parts.append(f"{name}: {description}")
         elif line.style != "formula":
             first, last = line.dots[0], line.dots[-1]
             parts.append(
-                f"{line.name}: {label(first.y, panel.y_unit)} at {label(first.x, panel.x_unit)}, "
+                f"{name}: {label(first.y, panel.y_unit)} at {label(first.x, panel.x_unit)}, "
                 f"{label(last.y, panel.y_unit)} at {label(last.x, panel.x_unit)}"
             )
     return f"{panel.title}. {panel.y_title} against {panel.x_title}. {'; '.join(parts)}."

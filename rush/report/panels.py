@@ -15,7 +15,7 @@ from rush.report.formatting import JOIN, digits
 from rush.report.svg import binary_unit, ticks
 
 Unit = Literal["", "B", "B/s", "FLOP/s", "s", "%", "×"]
-Style = Literal["measured", "formula", "extrapolated", "dots"]
+Style = Literal["measured", "formula", "extrapolated", "dots", "line", "faint"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Dot:
 
 @dataclass(frozen=True)
 class Curve:
-    """A series. Measured ones are solid with marks, formulas and extrapolations dashed, dots not joined."""
+    """A series. Measured ones are solid with marks, formulas and extrapolations dashed, dots not joined; lines have no marks.
+    One without a name is not in the legend."""
 
     name: str
     dots: Sequence[Dot]
@@ -58,6 +59,8 @@ class Curves:
     lines: Sequence[Curve]
     x_log: bool = True
     y_log: bool = True
+    y_from_zero: bool = True
+    """Of a linear axis. A loss curve far from zero needs its own range."""
     marks: Sequence[Mark] = ()
     caption: str = ""
 

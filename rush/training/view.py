@@ -43,13 +43,15 @@ class View:
 class Lines(View):
     """One line every few seconds, for logs."""
 
-    def __init__(self, console: Console, every_s: float = 5.0) -> None:
-        self._console, self._every_s = console, every_s
+    def __init__(self, console: Console, every_s: float = 5.0, hint: str = "") -> None:
+        self._console, self._every_s, self._hint = console, every_s, hint
         self._last, self._total, self._began, self._done = 0.0, 0, 0.0, 0
 
     def start(self, title: str, total: int, done: int) -> None:
         self._total, self._done, self._began = total, done, time.monotonic()
         self._console.print(title, highlight=False, markup=False)
+        if self._hint:
+            self._console.print(printable(self._hint), highlight=False, markup=False, soft_wrap=True)
 
     def row(self, row: MetricsRow) -> None:
         now, step = time.monotonic(), row["step"]
@@ -73,8 +75,8 @@ class Lines(View):
 class Panels(View):
     """The live view of a terminal."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, hint: str = "") -> None:
+        self._console, self._hint = console, hint
         self._losses: list[float] = []
         self._row: Mapping[str, Any] = {}
         self._title = ""
@@ -94,6 +96,8 @@ class Panels(View):
     def start(self, title: str, total: int, done: int) -> None:
         self._title = title
         self._progress.reset(self._task, total=total, completed=done)
+        if self._hint:
+            self._console.print(Text(printable(self._hint)), soft_wrap=True)
         self._live.start()
 
     def row(self, row: MetricsRow) -> None:
@@ -168,7 +172,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def terminal_view() -> View:
-    """The view for standard error."""
+def terminal_view(hint: str = "") -> View:
+    """The view for standard error; `hint` is a line that it prints when the run starts."""
     console = Console(stderr=True)
-    return Panels(console) if console.is_terminal else Lines(console)
+    return Panels(console, hint) if console.is_terminal else Lines(console, hint=hint)

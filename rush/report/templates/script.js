@@ -1,5 +1,5 @@
 "use strict";
-// Three small comforts: the theme, copying a recipe, and what the time bars show. Without script the page
+// Three small comforts: the theme, copying a recipe, and what bars or curves show. Without script the page
 // is complete; the buttons stay hidden then.
 (() => {
   const root = document.documentElement;
@@ -55,7 +55,7 @@
     const buttons = group.querySelectorAll("button");
     for (const button of buttons) {
       button.addEventListener("click", () => {
-        document.getElementById("stacks").dataset.mode = button.dataset.show;
+        document.getElementById(group.dataset.of).dataset.mode = button.dataset.show;
         for (const other of buttons) other.setAttribute("aria-pressed", String(other === button));
       });
     }

@@ -1,0 +1,50 @@
+"""`rush report`: draw pages again from their records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rush.cli.options import Json
+from rush.cli.output import echo, print_json
+from rush.errors import RecipeError
+
+
+def report(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(help="Folders of runs, ladders, searches, studies, benches or explanations."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write the page, of one folder. Default: report.html in the folder."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Draw the page of a run, ladder, search, study, bench or explanation again, from its record.
+
+    What a folder holds is recognized by its record. Unfinished ones are drawn as far as they came.
+
+    Examples:
+
+      rush report runs/gpt2
+
+      rush report results/*
+
+      rush report runs/ladder-tiny --out page.html
+    """
+    from rush.api import write_report
+
+    if out is not None and len(folders) != 1:
+        raise RecipeError(
+            f"--out names one page, but {len(folders)} folders were given; name one folder, or leave --out out."
+        )
+    pages = {}
+    for folder in folders:
+        pages[str(folder)] = str(write_report(folder, out))
+        if not json:
+            echo(pages[str(folder)])
+    if json:
+        print_json(pages)

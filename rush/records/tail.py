@@ -1,0 +1,73 @@
+"""The lines of a file that grows: what was added since the last look, whole lines only, every byte read once."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PIECE_BYTES = 1 << 20
+LONGEST_LINE = 1 << 20
+"""A line that is longer than any of ours is left out: a stranger's file must not fill the memory."""
+
+
+def open_file(path: Path, *, follow: bool = True) -> int | None:
+    """A descriptor to read a plain file; None for anything else, and without `follow` for a symbolic link."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError:
+        return None
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+@dataclass
+class Tail:
+    """Where the reading of a file stands."""
+
+    path: Path
+    follow: bool = True
+    bytes_read: int = 0
+    """Ever, for those who count the work."""
+    num_too_long: int = 0
+
+    def __post_init__(self) -> None:
+        self._identity: tuple[int, int] | None = None
+        self._restart()
+
+    def _restart(self) -> None:
+        self._offset, self._rest, self._skipping = 0, b"", False
+
+    def read(self) -> tuple[bool, Iterator[bytes]]:
+        """Whether the file is another than before (it begins anew), and its further lines, without their ends."""
+        descriptor = open_file(self.path, follow=self.follow)
+        if descriptor is None:
+            return False, iter(())
+        found = os.fstat(descriptor)
+        identity = found.st_dev, found.st_ino
+        anew = self._identity not in (None, identity) or found.st_size < self._offset
+        if anew:
+            self._restart()
+        self._identity = identity
+        return anew, self._lines(descriptor, found.st_size)
+
+    def _lines(self, descriptor: int, size: int) -> Iterator[bytes]:
+        with open(descriptor, "rb", buffering=0) as file:
+            file.seek(self._offset)
+            while self._offset < size and (piece := file.read(min(PIECE_BYTES, size - self._offset))):
+                self._offset += len(piece)
+                self.bytes_read += len(piece)
+                *lines, self._rest = (self._rest + piece).split(b"\n")
+                for line in lines:
+                    if self._skipping:
+                        self._skipping = False
+                        self.num_too_long += 1
+                    else:
+                        yield line
+                if len(self._rest) > LONGEST_LINE:
+                    self._rest, self._skipping = b"", True
