@@ -182,7 +182,11 @@ def sentence(error: BaseException, repo: HubId) -> RushError | None:
     what = f"the {repo.kind} {repo}"
     status = status_of(error)
     # `datasets` turns the hub's own error into a message.
-    if "GatedRepoError" in names or _header(error, "X-Error-Code") == "GatedRepo" or "a gated dataset" in str(error):
+    if (
+        "GatedRepoError" in names
+        or _header(error, "X-Error-Code") == "GatedRepo"
+        or "a gated dataset" in str(error)
+    ):
         return MachineError(
             f"{what} is gated: its owner must let you in. Accept its terms at {endpoint()}/{_page(repo)} and give your token "
             "(`hf auth login`, or HF_TOKEN); or give a folder with its files."

@@ -24,6 +24,8 @@ from rush.start.methods import Method, Techniques
 
 SHORTEST = 128
 """Rows are not halved below this."""
+ASSUMED_CORES = 32
+"""Of the CPU whose rates are assumed where none were measured (`rush plan --machine cpu`)."""
 STAND_INS = ("4090", "l40s", "h100-sxm", "h200-sxm", "b200", "mi300x")
 """Devices to plan for where only an amount of memory is given, by their memory."""
 
@@ -49,7 +51,7 @@ def find_place(device: str | None, memory_gb: float | None) -> Place:
         return _limited(found, memory_gb)
     here = probe()
     if here.device == "cuda" or memory_gb is None:
-        target = rates_of(here)
+        target = _scaled(rates_of(here), here.cpu.num_cores)
         target = replace(target, memory_bytes=float(here.memory_bytes), devices=1, devices_per_node=1)
         return _limited(Place(target, f"this machine's ({here.name})"), memory_gb)
     name = next((one for one in STAND_INS if CATALOG[one].memory_bytes >= memory_gb * 1e9), None)
@@ -64,6 +66,19 @@ def find_place(device: str | None, memory_gb: float | None) -> Place:
         machine=name,
     )
     return _limited(found, memory_gb)
+
+
+def _scaled(target: TargetMachine, cores: int) -> TargetMachine:
+    """The assumed rates of a server's CPU, for as many cores as there are here."""
+    if target.how != "assumed":
+        return target
+    share = min(1.0, cores / ASSUMED_CORES)
+    return replace(
+        target,
+        name="this CPU",
+        matmul={dtype: rate * share for dtype, rate in target.matmul.items()},
+        bytes_per_s=target.bytes_per_s * share,
+    )
 
 
 def _limited(place: Place, memory_gb: float | None) -> Place:

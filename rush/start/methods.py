@@ -62,7 +62,7 @@ def techniques_for(method: Method, objective: str, target: TargetMachine, shape:
         *(_attention_of_corpus(target, shape) if objective == "lm" else ["flash_attention"]),
         *(["flatten"] if objective == "sft" else []),
         *_recomputed(method),
-        {"name": "compile", "scope": "block"},
+        *([] if objective == "dpo" else [{"name": "compile", "scope": "block"}]),  # not measured with pairs
         "fused_loss",
         update if adapters else {**update, "state": "bfloat16"},
         "loader_workers",

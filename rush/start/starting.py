@@ -320,6 +320,8 @@ def _notes(found: Findings) -> list[str]:
         notes.append(
             f"{model.init_from} holds no weights yet: they must be there before `rush overfit` and `rush train`."
         )
+    if found.place.target.how == "assumed":
+        notes.append("The rates of this CPU are assumed, so the time is a guess; `rush probe` measures them.")
     if rows.duplicates:
         notes.append(
             f"{rows.duplicates:,} of {rows.rows:,} rows are duplicates; `rush data clean` removes them."

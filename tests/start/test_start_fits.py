@@ -79,3 +79,13 @@ def test_memory_alone_names_a_device_and_a_limit_only_where_it_is_one() -> None:
         find_place(None, -1)
     with pytest.raises(RecipeError, match="no machine 'h20'"):
         find_place("h20", None)
+
+
+def test_without_a_name_this_machine_is_planned_for_with_its_own_memory() -> None:
+    from rush.hardware import probe
+
+    here, place = probe(), find_place(None, None)
+    assert place.machine is None
+    assert place.limit_gb is None
+    assert place.target.memory_bytes == here.memory_bytes
+    assert place.target.kind == here.device
