@@ -11,12 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rush.data.conversations.rows import DOCSTRINGS, HUB_CONVERSATIONS
+from rush.data.published_tokenizers import TOKENIZERS
+from rush.data.sources import HUB_SOURCES, PYTHON_SOURCES
 from rush.errors import RecipeError, nearest
 from rush.hub.config import config_from_shape, shape_from_config
+from rush.lab.ladder.ladder_file import load_ladder
 from rush.models import LinearRopeScaling, RopeScaling
-from rush.ready import RECIPES, short_name
+from rush.ready import LADDERS, RECIPES, short_name
 from rush.recipe import Recipe
-from rush.recipe_io import changed, differences, load_recipe, parse, write_toml
+from rush.recipe_io import changed, differences, load_recipe, parse, read_tree, write_toml
 
 MINIMAL: dict[str, Any] = {
     "model": {"name": "tiny"},
@@ -311,3 +315,42 @@ def test_fields_that_a_model_may_lack_are_set_and_turned_off() -> None:
     ):
         with pytest.raises(RecipeError, match=says):
             load_recipe("llama-tiny", [override]).shape()
+
+
+def trees() -> dict[str, Any]:
+    return {name: read_tree(name) for name in RECIPES.names()}
+
+
+@pytest.mark.parametrize("name", RECIPES.names())
+def test_a_ready_recipe_needs_neither_network_nor_account(name: str) -> None:
+    """Text of this machine and a tokenizer trained on it, that fits the published vocabulary; no weights of others."""
+    recipe = load_recipe(name)
+    assert recipe.data.source in (*PYTHON_SOURCES, *DOCSTRINGS)
+    assert recipe.data.tokenizer == "train"
+    assert (recipe.data.vocab_size or 0) <= recipe.shape().vocab_size
+    assert recipe.model.init_from is None
+    assert recipe.data.template in ("auto", "plain")
+
+
+@pytest.mark.parametrize("name", [name for name, tree in trees().items() if "published" in tree])
+def test_one_override_takes_the_published_data(name: str) -> None:
+    own, published = load_recipe(name), load_recipe(name, ["data=published"])
+    assert published.data.source in (*HUB_SOURCES, *HUB_CONVERSATIONS)
+    assert published.data.tokenizer in TOKENIZERS
+    assert published.data.vocab_size is None
+    assert all(key.startswith("data.") for key in differences(own, published))
+
+
+@pytest.mark.parametrize("name", LADDERS.names())
+def test_a_ready_ladder_stands_on_such_a_recipe(name: str) -> None:
+    assert load_ladder(name).base.data.source in (*PYTHON_SOURCES, *DOCSTRINGS)
+
+
+def test_published_data_is_a_table_of_data_keys() -> None:
+    with pytest.raises(RecipeError, match=r"needs a recipe file with a table \[published\]"):
+        load_recipe("tiny", ["data=published"])
+    tree = {**read_tree("tiny"), "published": {"data.sauce": "hot"}}
+    with pytest.raises(RecipeError, match=r"published\.'data\.sauce'.*did you mean 'data\.source'"):
+        parse(tree)
+    with pytest.raises(RecipeError, match="allowed: a table"):
+        parse({**read_tree("tiny"), "published": "yes"})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rush.data import describe_source, open_source
+from rush.data import describe_source, open_source, sources
 from rush.data.sources import plan_units, read_unit
 from rush.errors import DataError, MachineError, RecipeError
 
@@ -189,3 +189,18 @@ def test_tables_prepared_as_text_once_are_not_found_again(tmp_path: Path) -> Non
     assert table["rows"] == "csv"
     assert set(lines) == {"path", "bytes", "mtime_ns"}
     assert [document.text for document in open_source("files", [str(tmp_path / "a.csv")])] == ["hello"]
+
+
+def test_packages_are_read_beside_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are installed, without the files that programs wrote; whoever has none of them reads the library alone."""
+    monkeypatch.setattr(sources, "PACKAGES", ("tqdm", "no_such_package_at_all"))
+    library = sum(len(unit.slices) for unit in plan_units("python-stdlib"))
+    both = [piece.path for unit in plan_units("python-packages") for piece in unit.slices]
+    assert len(both) > library
+    assert any(path.endswith("tqdm/std.py") for path in both)
+    described = describe_source("python-packages")
+    assert described["packages"] == ["tqdm"]
+    assert described == describe_source("python-packages")
+    monkeypatch.setattr(sources, "PACKAGES", ("no_such_package_at_all",))
+    assert sum(len(unit.slices) for unit in plan_units("python-packages")) == library
+    assert described["sha256"] != describe_source("python-packages")["sha256"]
