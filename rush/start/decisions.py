@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rush.errors import DataError
+from rush.errors import DataError, RecipeError
 from rush.start.inspect import TALKS, LengthFacts, RowFacts
 
 MOST_BROKEN = 0.01
@@ -207,15 +207,22 @@ def choose_validation(documents: int, tokens: int, sequence: int, objective: str
     return Choice(share, f"{share:.1%} held out: {why}, 1 % to {'20' if objective == 'lm' else '10'} %")
 
 
-def within_hours(epochs: float, epoch_s: float, hours: float | None, error: float) -> Choice | None:
+def within_hours(
+    epochs: float, epoch_s: float, before_s: float, hours: float | None, error: float
+) -> Choice | None:
     """Fewer epochs where the planned time, with its expected error, is more than the hours there are."""
-    if hours is None or epochs * epoch_s * (1 + error) <= hours * 3600:
+    if hours is None or (epochs * epoch_s + before_s) * (1 + error) <= hours * 3600:
         return None
-    fitting = hours * 3600 / (epoch_s * (1 + error))
-    shown = float(f"{fitting:.2g}")
+    fitting = (hours * 3600 / (1 + error) - before_s) / epoch_s
+    if fitting <= 0:
+        raise RecipeError(
+            f"--hours is {hours:g}, less than what comes before the first step ({before_s / 3600:.2g} h by plan): give more."
+        )
+    digits = 1 - math.floor(math.log10(fitting))
     return Choice(
-        shown if shown <= fitting else max(1e-6, shown * 0.95),
-        f"what fits {hours:g} h with the planner's expected error of {error:.0%}; {epochs:g} would take {epochs * epoch_s / 3600:.2g} h",
+        math.floor(fitting * 10**digits) / 10**digits,
+        f"what fits {hours:g} h with the planner's expected error of {error:.0%}; {epochs:g} would take "
+        f"{(epochs * epoch_s + before_s) / 3600:.2g} h",
     )
 
 

@@ -201,9 +201,9 @@ def _finished(request: Request, found: Findings, fitted: Fit, drafted: Draft) ->
     epoch_s = tokens / plan.tokens_per_s
     step_tokens = plan.spec.step_tokens
     before = REFERENCE_SHARE * epoch_s if found.kind == "dpo" else 0.0
-    if "schedule.epochs" in tree["schedule"] or "epochs" in tree["schedule"]:
+    if "epochs" in tree["schedule"]:
         epochs = float(tree["schedule"]["epochs"])
-        fewer = decisions.within_hours(epochs, epoch_s, request.hours, plan.expected_error["time"])
+        fewer = decisions.within_hours(epochs, epoch_s, before, request.hours, plan.expected_error["time"])
         if fewer is not None and "schedule.epochs" not in found.given:
             epochs = tree["schedule"]["epochs"] = float(fewer.value)
             reasons["schedule.epochs"] = fewer.why

@@ -76,6 +76,18 @@ def test_few_hours_mean_fewer_epochs_and_the_cost_follows_the_price(model: Path,
     assert start_recipe(model, data, device="cpu", hours=1e6).recipe.schedule.epochs == 3.0
 
 
+def test_epochs_within_hours_are_rounded_down_and_leave_time_for_the_reference() -> None:
+    assert decisions.within_hours(3, 3600, 0, 10, 0.1) is None
+    choice = decisions.within_hours(3, 3600, 1200, 2, 0.2)
+    assert choice is not None
+    assert choice.value == 1.3  # (2 h / 1.2 - 20 min) / 1 h = 1.333
+    tiny = decisions.within_hours(3, 1e6, 0, 0.01, 0.2)
+    assert tiny is not None
+    assert tiny.value == 3e-5
+    with pytest.raises(RecipeError, match="before the first step"):
+        decisions.within_hours(3, 3600, 1200, 0.1, 0.2)
+
+
 def test_broken_rows_are_counted_dropped_when_few_and_refused_when_many(model: Path, tmp_path: Path) -> None:
     few = write_rows(tmp_path / "few.jsonl", SHAPES["broken"])
     made = start_recipe(model, few, device="cpu")
