@@ -241,6 +241,8 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     from rush.report.redraw import known_kind, redraw
 
     place = Path(folder)
+    if place.suffix == ".json" and place.is_file():
+        place = place.parent
     html = Path(out) if out is not None else place / "report.html"
     if known_kind(place) == "explain":
         from rush.explain.page import page

@@ -18,6 +18,7 @@ import typer
 
 from rush.cli import (
     bench,
+    compare,
     data,
     evaluate,
     explain,
@@ -62,7 +63,7 @@ app = typer.Typer(
 )
 app.command("start")(start.start)
 app.command("ladder")(ladder.ladder)
-app.command("compare")(ladder.compare)
+app.command("compare")(compare.compare)
 app.command("report")(report.report)
 app.command("scale")(scale.scale)
 app.command("plan")(plan.plan)

@@ -1,4 +1,4 @@
-"""`rush ladder` and `rush compare`: measure a ladder, and compare ladders."""
+"""`rush ladder`: measure a ladder."""
 
 from __future__ import annotations
 
@@ -108,55 +108,6 @@ def _say_next(folder: Path, recipe: str) -> None:
         next_step("rush", "train", str(fastest))
     else:
         next_step("rush", "tune", recipe, "--budget", "10m", why="searches beyond these rungs")
-
-
-def compare(
-    folders: Annotated[list[Path], typer.Argument(help="Two or more ladder folders.")],
-    out: Annotated[Path | None, typer.Option(help="Also write the comparison as an HTML page.")] = None,
-    json: Json = False,
-) -> None:
-    """Compare ladders: machines, versions or settings side by side.
-
-    Example:
-
-      rush compare results/h200 results/a100 --out comparison.html
-    """
-    from rush.records.ladder import read_ladder
-    from rush.report.compare import write_comparison
-
-    if len(folders) < 2:
-        raise RecipeError("a comparison needs at least two ladder folders.")
-    records = {str(folder): read_ladder(folder) for folder in folders}
-    names = list(dict.fromkeys(rung["name"] for record in records.values() for rung in record["rungs"]))
-    found = {folder: {rung["name"]: rung for rung in record["rungs"]} for folder, record in records.items()}
-    if out is not None:
-        write_comparison(folders, out)
-    if json:
-        keys = ("tokens_per_s", "total_gain", "peak_memory_bytes", "verdict", "status")
-        rows = {
-            name: {f: {k: r[name].get(k) for k in keys} for f, r in found.items() if name in r}
-            for name in names
-        }
-        print_json(rows)
-        return
-    print_table(
-        ["rung", *records],
-        [[name, *(_cell(rungs.get(name)) for rungs in found.values())] for name in names],
-    )
-
-
-def _cell(rung: RungRecord | None) -> str:
-    if rung is None:
-        return "-"
-    from rush.records.gains import interval_of, judge, judged_again
-
-    speed, total, gain = (rung.get(key) for key in ("tokens_per_s", "total_gain", "gain"))
-    ends = interval_of(total)
-    ratio = total.get("ratio") if isinstance(total, dict) else None
-    real = isinstance(ratio, float) and ends is not None and judge(*ends) in ("faster", "slower")
-    times = f" ×{ratio:.2f}" if real else ""
-    verdict = judged_again(rung["verdict"], gain)
-    return f"{speed['median']:,.0f} tokens/s{times}, {verdict}" if isinstance(speed, dict) else verdict
 
 
 @contextmanager

@@ -31,7 +31,9 @@ KINDS = {
 
 
 def kind_of(folder: Path) -> str | None:
-    """What a folder holds: a run, a ladder, … by its record file; None where there is no record."""
+    """What a folder holds: a run, a ladder, … by its record file; None where there is no record. A record file is taken, too."""
+    if os.path.isfile(folder):
+        return next((kind for kind, file in KINDS.items() if file == folder.name), None)
     names = [kind for kind, file in KINDS.items() if os.path.isfile(folder / file)]
     if names:
         return names[0]

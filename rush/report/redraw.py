@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rush.errors import RecipeError
+from rush.errors import DataError
 from rush.files import write_atomic
 from rush.records.kernels import KERNELS
 from rush.records.ladder import LADDER
@@ -25,7 +26,7 @@ from rush.report.scaling import scale_page
 from rush.report.tune import tune_page
 
 PAGES: dict[str, Callable[[Path], str]] = {
-    "ladder": lambda folder: report_page(read_ladder(folder / LADDER.file)),
+    "ladder": lambda folder: report_page(read_ladder(folder)),
     "tune": lambda folder: tune_page(TUNE.read(folder)),
     "scale": lambda folder: scale_page(SCALE.read(folder)),
     "kernels": lambda folder: kernel_page(KERNELS.read(folder)),
@@ -42,9 +43,15 @@ RECORDS: dict[str, RecordFile[Any]] = {
 
 def known_kind(folder: Path) -> str:
     """What the folder holds, or one sentence for a person."""
+    try:
+        os.stat(folder)
+    except OSError as error:
+        raise DataError(
+            f"{folder} cannot be read ({error.strerror}); give a folder that rush train, ladder, tune, scale, bench or explain wrote."
+        ) from None
     kind = kind_of(folder)
     if kind is None:
-        raise RecipeError(
+        raise DataError(
             f"{folder} holds no record; a folder of a run has metrics.jsonl, others have one of {', '.join(KINDS.values())}. "
             "Give a folder that rush train, ladder, tune, scale, bench or explain wrote."
         )

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import rush
 from rush.errors import DataError, RecipeError
+from rush.records.metrics import MetricsRow
 from rush.report.redraw import redraw
 from rush.report.run_page import run_page
 from rush.report.run_view import headline, read_run, recipe_changes, warnings
+from rush.training.view import View
 from tests.report.browser import Browser, Page
 from tests.report.made_up_run import REAL_RUN, append_rows, write_run
+from tests.small_recipe import write_small_recipe
 
 ATTACK = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>"
 
@@ -118,7 +123,7 @@ def test_a_damaged_file_costs_its_part_and_not_the_page(tmp_path: Path, spoiled:
 
 
 def test_a_folder_without_steps_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="holds no record"):
+    with pytest.raises(DataError, match="holds no record"):
         redraw(tmp_path, tmp_path / "report.html")
     folder = write_run(tmp_path / "run", rows=0, steps=10)
     with pytest.raises(DataError, match="no step is recorded"):
@@ -133,6 +138,39 @@ def test_one_step_and_values_far_apart_can_be_drawn(tmp_path: Path) -> None:
         file.write('{"step": 2, "loss": -1e90, "lr": 0, "grad_norm": 1e-90, "tokens_per_s": 1e90}\n')
     redraw(folder, tmp_path / "far.html")
     assert "nan" not in (tmp_path / "far.html").read_text().lower().replace("finance", "")
+
+
+class Interrupting(View):
+    """Presses Ctrl-C after the second step, and remembers what it is told."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at, self.notes = at, list[str]()
+
+    def row(self, row: MetricsRow) -> None:
+        if row["step"] == self.at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_a_real_run_writes_its_page_when_interrupted_and_ends_well_where_it_cannot(tmp_path: Path) -> None:
+    recipe, out = write_small_recipe(tmp_path, steps=4), tmp_path / "run"
+    stopped = rush.train(str(recipe), out=out, view=Interrupting(2)).summary
+    assert stopped.interrupted
+    page = (out / "report.html").read_text()
+    assert f"tiny stopped at step {stopped.step} of 4" in page
+    assert "Resume it: rush train --out run --resume" in page
+    (out / "report.html").unlink()
+    (out / "report.html").mkdir()  # where a file is to go
+    view = Interrupting()
+    assert rush.train(out=out, resume=True, view=view).summary.step == 4
+    assert "page was not written" in view.notes[-1]
+    (out / "report.html").rmdir()
+    assert rush.write_report(out) == out / "report.html"
+    assert "tiny finished at step 4 of 4" in (out / "report.html").read_text()
+    with pytest.raises(RecipeError, match="already holds a run"):
+        rush.train(str(recipe), out=out, view=view)
 
 
 @pytest.fixture

@@ -1,0 +1,155 @@
+"""`rush compare`: runs or ladders side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rush.cli.options import Json
+from rush.cli.output import echo, print_json, print_table
+from rush.errors import RecipeError
+
+if TYPE_CHECKING:
+    from rush.records.ladder import RungRecord
+    from rush.report.compare_runs import ComparedRun, RunComparison
+
+LONGEST_VALUE = 30
+
+
+def compare(
+    folders: Annotated[
+        list[Path], typer.Argument(help="Two or more run folders, or two or more ladder folders.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Also write the comparison as an HTML page.")] = None,
+    json: Json = False,
+) -> None:
+    """Compare runs (tokens and time to the same loss, recipes), or ladders rung by rung.
+
+    Runs are held against a loss that all of them reached: the worst final validation loss, or without validations the worst
+    smoothed training loss.
+
+    Examples:
+
+      rush compare runs/plain runs/fast --out comparison.html
+
+      rush compare results/h200 results/a100 --out comparison.html
+    """
+    from rush.report.redraw import known_kind
+
+    if len(folders) < 2:
+        raise RecipeError("a comparison needs at least two folders: of runs, or of ladders.")
+    kinds = {str(folder): known_kind(folder) for folder in folders}
+    if set(kinds.values()) == {"run"}:
+        _runs(folders, out, json)
+    elif set(kinds.values()) == {"ladder"}:
+        _ladders(folders, out, json)
+    else:
+        found = ", ".join(f"{folder} ({kind})" for folder, kind in kinds.items())
+        raise RecipeError(f"a comparison takes runs, or ladders, and not both: found {found}. Name folders of one of these kinds.")  # fmt: skip
+
+
+def _runs(folders: list[Path], out: Path | None, json: bool) -> None:
+    from rush.report.compare_runs import compare_runs, write_run_comparison
+
+    found = compare_runs(folders)
+    if out is not None:
+        write_run_comparison(found, out)
+    if json:
+        print_json(found.as_json())
+        return
+    columns = ["run", "step", "loss", "val", "tok/s", "tokens to", "time to", "ratio"]
+    print_table(columns, [_run_row(one, found.runs[0]) for one in found.runs])
+    for line in _run_words(found):
+        echo(line)
+
+
+def _run_row(one: ComparedRun, first: ComparedRun) -> list[str]:
+    from rush.report import formatting
+
+    row, reached = one.row, one.reached
+    ratio = ""
+    if reached is not None and first.reached is not None and reached[2] and one is not first:
+        ratio = f"{first.reached[2] / reached[2]:.2f}×"
+    return [
+        f"{one.letter} {_short(one.run.name, 18)}",
+        f"{row['step']:,}",
+        "-" if row["loss"] is None else f"{row['loss']:.4f}",
+        "-" if row["val_loss"] is None else f"{row['val_loss']:.4f}",
+        "-" if row["tokens_per_s"] is None else formatting.si(row["tokens_per_s"]),
+        "-" if reached is None else formatting.si(reached[1]),
+        "-" if reached is None else _clock(reached[2]),
+        ratio,
+    ]
+
+
+def _run_words(found: RunComparison) -> list[str]:
+    """What the columns say, and the differences of the recipes, in lines of 80 characters."""
+    lines = []
+    if found.target is not None:
+        lines.append(f'"to": until a {found.what} of {found.target:.4f}, which all of them reached.')
+        lines.append(
+            f"ratio: the time of {found.runs[0].letter} over that of the run; time is the sum of step times."
+        )
+    lines += found.notes
+    if not found.differences:
+        return [*lines, "The recipes are the same."]
+    lines.append("Differences of the recipes:")
+    for key, values in found.differences:
+        each = [
+            f"{one.letter} {_short(value, LONGEST_VALUE)}"
+            for one, value in zip(found.runs, values, strict=True)
+        ]
+        line = f"  {key}: {' · '.join(each)}"
+        lines += [line] if len(line) <= 80 else [f"  {key}:", *(f"    {part}" for part in each)]
+    return lines
+
+
+def _clock(seconds: float) -> str:
+    """`48.3 s`, `6:50`, `1:02:03`."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _ladders(folders: list[Path], out: Path | None, json: bool) -> None:
+    from rush.records.ladder import read_ladder
+    from rush.report.compare import write_comparison
+
+    records = {str(folder): read_ladder(folder) for folder in folders}
+    names = list(dict.fromkeys(rung["name"] for record in records.values() for rung in record["rungs"]))
+    found = {folder: {rung["name"]: rung for rung in record["rungs"]} for folder, record in records.items()}
+    if out is not None:
+        write_comparison(folders, out)
+    if json:
+        keys = ("tokens_per_s", "total_gain", "peak_memory_bytes", "verdict", "status")
+        rows = {
+            name: {f: {k: r[name].get(k) for k in keys} for f, r in found.items() if name in r}
+            for name in names
+        }
+        print_json(rows)
+        return
+    print_table(
+        ["rung", *records],
+        [[name, *(_cell(rungs.get(name)) for rungs in found.values())] for name in names],
+    )
+
+
+def _cell(rung: RungRecord | None) -> str:
+    if rung is None:
+        return "-"
+    from rush.records.gains import interval_of, judge, judged_again
+
+    speed, total, gain = (rung.get(key) for key in ("tokens_per_s", "total_gain", "gain"))
+    ends = interval_of(total)
+    ratio = total.get("ratio") if isinstance(total, dict) else None
+    real = isinstance(ratio, float) and ends is not None and judge(*ends) in ("faster", "slower")
+    times = f" ×{ratio:.2f}" if real else ""
+    verdict = judged_again(rung["verdict"], gain)
+    return f"{speed['median']:,.0f} tokens/s{times}, {verdict}" if isinstance(speed, dict) else verdict

@@ -1,0 +1,177 @@
+"""Several runs side by side: curves on top of each other, tokens and time to the same loss, and how their recipes differ.
+
+The loss they are held against is one that all of them reached: the worst of the final validation losses, or where a run was
+never validated, of the final training losses, smoothed. Runs on other data, or with another objective, have losses that say
+nothing about each other; then that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rush.errors import RecipeError
+from rush.files import write_atomic
+from rush.records.run_series import RunSeries, smoothed
+from rush.report import formatting, headlines
+from rush.report.compare import letter_of, series_of
+from rush.report.page import render
+from rush.report.panel_svg import pictures
+from rush.report.run_charts import FIGURES, axes, figure_overlay, overlay, validation_overlay
+from rush.report.run_page import TONES, small
+from rush.report.run_view import RunView, flat, headline, read_run, same
+
+Place = tuple[int, float, float]
+"""Step, tokens, seconds."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run, and where it first came down to the common loss."""
+
+    letter: str
+    series: int
+    run: RunView
+    reached: Place | None
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The run in numbers, as `--json` prints it."""
+        series, final = self.run.series, self.run.series.final_loss()
+        step, tokens, seconds = self.reached or (None, None, None)
+        return {
+            "folder": str(self.run.folder),
+            "status": self.run.status,
+            "step": series.step,
+            "steps": self.run.steps,
+            "loss": final[0] if final else None,
+            "val_loss": self.run.val_loss,
+            "tokens": int(series.tokens),
+            "seconds": series.seconds,
+            "tokens_per_s": series.tokens / series.seconds if series.seconds else None,
+            "to_same_loss": {"step": step, "tokens": tokens, "seconds": seconds},
+        }
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Which loss they are compared at, and the runs."""
+
+    target: float | None
+    validated: bool
+    """Whether it is a validation loss."""
+    runs: tuple[ComparedRun, ...]
+    differences: tuple[tuple[str, tuple[str, ...]], ...]
+    """Keys of the recipes that differ, with every run's value."""
+
+    @property
+    def what(self) -> str:
+        return "validation loss" if self.validated else "smoothed training loss"
+
+    @property
+    def notes(self) -> list[str]:
+        """What makes the losses of these runs hard to compare."""
+        keys = {key for key, _ in self.differences}
+        alike = ("data.source", "data.files", "data.tokenizer", "data.validation", "objective.kind")
+        other = [key for key in alike if key in keys]
+        if not other:
+            return []
+        return [f"The runs differ in {', '.join(other)}: their losses may not be losses of the same thing."]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "loss": self.target,
+            "kind": self.what,
+            "runs": {one.letter: one.row for one in self.runs},
+            "differences": {
+                key: dict(zip([one.letter for one in self.runs], values, strict=True))
+                for key, values in self.differences
+            },
+            "notes": self.notes,
+        }
+
+
+def compare_runs(folders: Sequence[Path]) -> RunComparison:
+    """Read two or more runs and hold them against the same loss."""
+    if len(folders) < 2:
+        raise RecipeError(f"A comparison needs at least two runs; {len(folders)} given. Name another folder.")
+    runs = [read_run(folder) for folder in folders]
+    validated = all(run.series.validations for run in runs)
+    finals = [_falling(run.series, validated)[-1:] for run in runs]
+    target = max((one[0][1] for one in finals if one), default=None) if all(finals) else None
+    return RunComparison(
+        target,
+        validated,
+        tuple(
+            ComparedRun(letter_of(at), series_of(at), run, _reached(run.series, validated, target))
+            for at, run in enumerate(runs)
+        ),
+        recipe_differences(runs),
+    )
+
+
+def _falling(series: RunSeries, validated: bool) -> list[tuple[Place, float]]:
+    """The losses in order: of the validations, or the smoothed ones of the training steps."""
+    if validated:
+        return [((one.step, one.tokens, one.seconds), one.loss) for one in series.validations]
+    has = [bucket for bucket in series.buckets if "loss" in bucket.figures]
+    means = smoothed([bucket.figures["loss"].mean for bucket in has])
+    return [((one.step, one.tokens, one.seconds), loss) for one, loss in zip(has, means, strict=True)]
+
+
+def _reached(series: RunSeries, validated: bool, target: float | None) -> Place | None:
+    """Where the loss is first at or below the target."""
+    if target is None:
+        return None
+    return next((place for place, loss in _falling(series, validated) if loss <= target), None)
+
+
+def recipe_differences(runs: Sequence[RunView]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Every key on which the recipes differ, with each run's value."""
+    recipes = [flat(run.recipe) for run in runs]
+    keys = sorted({key for recipe in recipes for key in recipe if key != "about"})
+    rows = [(key, tuple(recipe.get(key, formatting.MISSING) for recipe in recipes)) for key in keys]
+    return tuple(row for row in rows if not all(same(row[1][0], value) for value in row[1][1:]))
+
+
+def write_run_comparison(found: RunComparison, html: Path) -> None:
+    """Draw the runs on top of each other into one self-contained file."""
+    write_atomic(html, run_comparison_page(found))
+
+
+def run_comparison_page(found: RunComparison) -> str:
+    lines = [(one.letter, one.series, one.run.series) for one in found.runs]
+    kinds = axes([one.run.series for one in found.runs])
+    return render(
+        "run_comparison.html",
+        title="Runs side by side",
+        found=found,
+        headline=headline,
+        machine_name=headlines.machine_name,
+        tones=TONES,
+        axes=kinds,
+        loss=[(axis, pictures(panel)) for axis in kinds if (panel := overlay(lines, axis))],
+        validation=[(axis, pictures(panel)) for axis in kinds if (panel := validation_overlay(lines, axis))],
+        small=[
+            (figure, drawn)
+            for figure in FIGURES
+            if (drawn := [(axis, small(panel)) for axis in kinds if (panel := figure_overlay(lines, figure, axis))])
+        ],
+        rows=[(one, one.row) for one in found.runs],
+        against=[_against(found.runs[0], one) for one in found.runs],
+    )  # fmt: skip
+
+
+def _against(first: ComparedRun, one: ComparedRun) -> str:
+    """How much sooner or later than the first run the common loss was reached, by the time of the steps."""
+    if (
+        one is first
+        or first.reached is None
+        or one.reached is None
+        or not (first.reached[2] and one.reached[2])
+    ):
+        return ""
+    ratio = first.reached[2] / one.reached[2]
+    return f"{formatting.ratio(max(ratio, 1 / ratio))} {'sooner' if ratio >= 1 else 'later'}"
