@@ -8,9 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rush.data.conversations.templates import find_template
-from rush.data.conversations.turns import Conversation, Text
-from rush.data.tokenizer import SMALLEST_BPE, Tokenizer, train_bpe_up_to
 from rush.errors import DataError, RecipeError
 from rush.plan.planning import Plan
 from rush.recipe import Recipe
@@ -20,8 +17,9 @@ from rush.start import decisions
 from rush.start.data_files import DataFiles, find_files
 from rush.start.decisions import Choice
 from rush.start.drafting import REFERENCE_SHARE, Draft, Findings, draft, epoch_tokens, given_values
+from rush.start.encoding import choose_template, choose_tokenizer
 from rush.start.fitting import Fit, find_place, fit
-from rush.start.inspect import MEASURED_LETTERS, LengthFacts, RowFacts, measure, read_data
+from rush.start.inspect import RowFacts, read_data
 from rush.start.methods import method_of, methods_for
 from rush.start.model import StartModel, find_model
 from rush.start.recipe_text import recipe_text
@@ -85,8 +83,8 @@ def _findings(request: Request, model: StartModel, files: DataFiles) -> Findings
     given = given_values(request.overrides, model)
     rows = read_data(files.paths)
     objective = _objective(rows, given)
-    tokenizer, vocab_size = _tokenizer(model, rows, given)
-    template, lengths = _template(rows, tokenizer, str(objective.value), given)
+    tokenizer, vocab_size = choose_tokenizer(model, rows, given)
+    template, lengths = choose_template(rows, tokenizer, str(objective.value), given)
     if given.get("data.bad_rows") == "drop" and not rows.broken.unreadable:
         bad_rows = Choice("drop", "given")
     else:
@@ -127,56 +125,6 @@ def _objective(rows: RowFacts, given: dict[str, Any]) -> Choice:
             f"first: {rows.first_of[others[0]]}); it reads {' or '.join(formats[wanted])}."
         )
     return Choice(wanted, "given")
-
-
-def _tokenizer(model: StartModel, rows: RowFacts, given: dict[str, Any]) -> tuple[Tokenizer, int | None]:
-    """The model's tokenizer, or one as it will be trained on the data, with its vocabulary where it is smaller than the model's."""
-    if model.tokenizer is not None:
-        return model.tokenizer, None
-    texts = [_text_of(sample) for _, sample in rows.samples]
-    wanted = int(given.get("data.vocab_size") or model.shape.vocab_size)
-    reached = train_bpe_up_to(texts, wanted, MEASURED_LETTERS)
-    if reached.vocab_size == wanted:
-        return reached, None
-    smaller = max(SMALLEST_BPE, int(0.8 * reached.vocab_size))  # what is held out is not learned from
-    return train_bpe_up_to(texts, smaller, MEASURED_LETTERS), smaller
-
-
-def _text_of(sample: Any) -> str:
-    if isinstance(sample, Text):
-        return sample.text
-    turns = sample.turns if isinstance(sample, Conversation) else sample.prompt + sample.chosen
-    return "\n".join(turn.content for turn in turns)
-
-
-def _template(
-    rows: RowFacts, tokenizer: Tokenizer, objective: str, given: dict[str, Any]
-) -> tuple[Choice | None, LengthFacts]:
-    """The model's own chat template where it can be trained with, else one of ours; and the lengths that it gives."""
-    if objective == "lm":
-        return None, measure(rows, tokenizer, None)
-    asked = given.get("data.template")
-    if asked is not None:
-        return Choice(asked, "given"), measure(rows, tokenizer, find_template(str(asked), tokenizer))
-    ours = _usual_template(tokenizer)
-    if tokenizer.chat_template is None:
-        return ours, measure(rows, tokenizer, find_template(str(ours.value), tokenizer))
-    try:
-        return Choice("auto", "the model's own chat template"), measure(
-            rows, tokenizer, find_template("auto", tokenizer)
-        )
-    except DataError as error:
-        choice = Choice(
-            ours.value, f"{ours.why}; the model's own chat template cannot be trained with here: {error}"
-        )
-        return choice, measure(rows, tokenizer, find_template(str(ours.value), tokenizer))
-
-
-def _usual_template(tokenizer: Tokenizer) -> Choice:
-    for mark, name in (("<|im_end|>", "chatml"), ("<|eot_id|>", "llama-3")):
-        if mark in tokenizer.special_ids:
-            return Choice(name, f"the tokenizer has {mark}, with which this template ends turns")
-    return Choice("plain", "the model has no chat template; this one works with any vocabulary")
 
 
 def _what_did_not_fit(fitted: Fit, sequence: int, found: Findings) -> dict[str, str]:

@@ -17,11 +17,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
+from rush.data.conversations.messages import Fields, Values, as_json, read_text, read_turns
 from rush.data.conversations.turns import (
-    REASONING,
-    ROLES,
     BadRow,
     Conversation,
     Pair,
@@ -32,64 +30,13 @@ from rush.data.conversations.turns import (
     check_order,
 )
 
-Values = Mapping[str, Any]
-
 CHAT_FIELDS = ("messages", "conversations")
 QUESTION_FIELDS = ("prompt", "question")
 ANSWER_FIELDS = ("completion", "response", "answer")
 INPUT_FIELDS = ("input", "context")
 OUTPUT_FIELDS = ("output", "response")
 SYSTEM_FIELDS = ("system", "system_prompt")
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# Other names of the roles in published data.
-_ALIASES = {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
-    "function": "tool", "observation": "tool", "ipython": "tool",
-}  # fmt: skip
 FORMATS = ("chat", "prompt", "instruction", "text", "preference")
-
-
-class _Fields:
-    """The fields of a row or a message that are not null, and which of them were used."""
-
-    def __init__(self, row: Values) -> None:
-        self._row = row
-        self.values = {name: value for name, value in row.items() if value is not None}
-        self.used: set[str] = set()
-        self.deeper: set[str] = set()
-        """Unused fields of messages, as in messages[].name."""
-
-    def first(self, names: tuple[str, ...]) -> str | None:
-        return next((name for name in names if name in self.values), None)
-
-    def has(self, *names: str) -> bool:
-        return all(name in self.values for name in names)
-
-    def needed(self, names: tuple[str, ...], format: str) -> str:
-        found = self.first(names)
-        if found is None:
-            raise BadRow(
-                "missing field",
-                f"the format {format!r} needs the field {' or '.join(names)}; found {self.names}",
-            )
-        return found
-
-    def take(self, name: str | None) -> Any:
-        """The value of a field, marked as used; None if it is missing."""
-        if name is None or name not in self.values:
-            return None
-        self.used.add(name)
-        return self.values[name]
-
-    @property
-    def names(self) -> str:
-        """All field names, with (null) where a field is null."""
-        names = (str(name) if name in self.values else f"{name} (null)" for name in self._row)
-        return ", ".join(sorted(names)) or "none"
-
-    @property
-    def unused(self) -> list[str]:
-        return sorted({str(name) for name in self.values if name not in self.used} | self.deeper)
 
 
 def read_fields(
@@ -97,14 +44,14 @@ def read_fields(
 ) -> tuple[Sample, list[str]]:
     """The sample of a row, and its unused fields."""
     name = detect(row, paired=paired, text_field=text_field) if format == "auto" else format
-    fields = _Fields(row)
+    fields = Fields(row)
     sample = _text(fields, text_field) if name == "text" else _READERS[name](fields)
     return sample, fields.unused
 
 
 def detect(row: Values, *, paired: bool, text_field: str = "text") -> str:
     """The format of a row, by its fields that are not null."""
-    fields = _Fields(row)
+    fields = Fields(row)
     if paired:
         if fields.has("chosen", "rejected"):
             return "preference"
@@ -129,38 +76,38 @@ def detect(row: Values, *, paired: bool, text_field: str = "text") -> str:
     )
 
 
-def _chat(fields: _Fields) -> Conversation:
+def _chat(fields: Fields) -> Conversation:
     field = fields.needed(CHAT_FIELDS, "chat")
-    return _conversation(fields, _turns(fields, field))
+    return _conversation(fields, read_turns(fields, field))
 
 
-def _prompt(fields: _Fields) -> Conversation:
+def _prompt(fields: Fields) -> Conversation:
     prompt, answer = fields.needed(QUESTION_FIELDS, "prompt"), fields.needed(ANSWER_FIELDS, "prompt")
     if isinstance(fields.values[prompt], list) and isinstance(fields.values[answer], list):
-        return _conversation(fields, _turns(fields, prompt) + _turns(fields, answer))
-    asked, said = _string(fields.take(prompt), prompt), _string(fields.take(answer), answer)
+        return _conversation(fields, read_turns(fields, prompt) + read_turns(fields, answer))
+    asked, said = read_text(fields.take(prompt), prompt), read_text(fields.take(answer), answer)
     return _conversation(fields, (Turn("user", asked), Turn("assistant", said)))
 
 
-def _instruction(fields: _Fields) -> Conversation:
+def _instruction(fields: Fields) -> Conversation:
     instruction = fields.needed(("instruction",), "instruction")
     output = fields.needed(OUTPUT_FIELDS, "instruction")
     given = fields.first(INPUT_FIELDS)
-    question = _string(fields.take(instruction), instruction)
-    if given and (more := _string(fields.take(given), given)).strip():
+    question = read_text(fields.take(instruction), instruction)
+    if given and (more := read_text(fields.take(given), given)).strip():
         question = f"{question}\n\n{more}"
-    answer = Turn("assistant", _string(fields.take(output), output))
+    answer = Turn("assistant", read_text(fields.take(output), output))
     return _conversation(fields, (Turn("user", question), answer))
 
 
-def _conversation(fields: _Fields, turns: tuple[Turn, ...]) -> Conversation:
+def _conversation(fields: Fields, turns: tuple[Turn, ...]) -> Conversation:
     turns = _with_system(fields, turns)
     check_order(turns)
     check_contents(turns)
     return Conversation(turns, _tools(fields))
 
 
-def _tools(fields: _Fields) -> str | None:
+def _tools(fields: Fields) -> str | None:
     """The tools of a row, as JSON; None where there are none. Some datasets write them as a JSON text."""
     if fields.take("functions"):
         raise BadRow("tools", "the field functions is not supported; write the functions as tools")
@@ -174,15 +121,15 @@ def _tools(fields: _Fields) -> str | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise BadRow("tools", f"tools must be a list of JSON schemas; found {type(tools).__name__}")
-    return _json(tools, "tools")
+    return as_json(tools, "tools")
 
 
-def _with_system(fields: _Fields, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+def _with_system(fields: Fields, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     """The turns, after the system turn of a system field if there is one."""
     field = fields.first(SYSTEM_FIELDS)
     if field is None:
         return turns
-    system = _string(fields.take(field), field)
+    system = read_text(fields.take(field), field)
     if not system.strip():
         return turns
     if not turns or turns[0].role != "system":
@@ -195,21 +142,21 @@ def _with_system(fields: _Fields, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     return turns
 
 
-def _text(fields: _Fields, field: str) -> Text:
+def _text(fields: Fields, field: str) -> Text:
     # The content of a text file is the field text.
     field = fields.needed((field, "text"), "text")
-    text = _string(fields.take(field), field)
+    text = read_text(fields.take(field), field)
     if not text.strip():
         raise BadRow("empty text", f"the field {field} is empty")
     return Text(text)
 
 
-def _preference(fields: _Fields) -> Pair:
+def _preference(fields: Fields) -> Pair:
     answers = [fields.values[fields.needed((name,), "preference")] for name in ("chosen", "rejected")]
     if all(isinstance(answer, str) for answer in answers):
         pair = _pair_of_texts(fields)
     else:
-        pair = _pair_of_conversations(fields, _turns(fields, "chosen"), _turns(fields, "rejected"))
+        pair = _pair_of_conversations(fields, read_turns(fields, "chosen"), read_turns(fields, "rejected"))
     pair = replace(pair, prompt=_with_system(fields, pair.prompt), tools_json=_tools(fields))
     if _stripped(pair.chosen) == _stripped(pair.rejected):
         raise BadRow("chosen equals rejected", "chosen and rejected are the same answer")
@@ -224,7 +171,7 @@ def _preference(fields: _Fields) -> Pair:
     return pair
 
 
-def _pair_of_texts(fields: _Fields) -> Pair:
+def _pair_of_texts(fields: Fields) -> Pair:
     field = fields.first(QUESTION_FIELDS)
     if field is None:
         raise BadRow(
@@ -233,12 +180,12 @@ def _pair_of_texts(fields: _Fields) -> Pair:
             "two conversations that share a beginning",
         )
     chosen, rejected = (
-        Turn("assistant", _string(fields.take(name), name)) for name in ("chosen", "rejected")
+        Turn("assistant", read_text(fields.take(name), name)) for name in ("chosen", "rejected")
     )
     return Pair(_prompt_turns(fields, field), (chosen,), (rejected,))
 
 
-def _pair_of_conversations(fields: _Fields, chosen: tuple[Turn, ...], rejected: tuple[Turn, ...]) -> Pair:
+def _pair_of_conversations(fields: Fields, chosen: tuple[Turn, ...], rejected: tuple[Turn, ...]) -> Pair:
     starts_anew = any(turns[:1] and turns[0].role != "assistant" for turns in (chosen, rejected))
     if not starts_anew and fields.has("prompt"):
         # Only the answers are given; the prompt is another field.
@@ -261,150 +208,18 @@ def _pair_of_conversations(fields: _Fields, chosen: tuple[Turn, ...], rejected: 
     return Pair(chosen[:shared], chosen[shared:], rejected[shared:])
 
 
-def _prompt_turns(fields: _Fields, field: str) -> tuple[Turn, ...]:
+def _prompt_turns(fields: Fields, field: str) -> tuple[Turn, ...]:
     """A prompt: a list of messages, or the text of a user turn."""
     if isinstance(fields.values[field], list):
-        return _turns(fields, field)
-    return (Turn("user", _string(fields.take(field), field)),)
-
-
-def _turns(fields: _Fields, field: str) -> tuple[Turn, ...]:
-    value = fields.take(field)
-    if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else type(value).__name__
-        raise BadRow("no messages", f"{field} must be a list of messages; found {found}")
-    turns = []
-    for place, message in enumerate(value):
-        where = f"{field}[{place}]"
-        if not isinstance(message, Mapping):
-            raise BadRow(
-                "no messages",
-                f"{where} must be a message with role and content; found {type(message).__name__}",
-            )
-        inner = _Fields(message)
-        turns.append(_turn(inner, where))
-        fields.deeper |= {f"{field}[].{name}" for name in inner.unused}
-    return tuple(turns)
-
-
-def _turn(message: _Fields, where: str) -> Turn:
-    role = message.take(message.first(("role", "from")))
-    if role is None:
-        raise BadRow(
-            "missing role", f"{where} has no role; found {message.names}. Allowed: {', '.join(ROLES)}"
-        )
-    known = _ALIASES.get(role, role) if isinstance(role, str) else None
-    if known not in ROLES:
-        raise BadRow("unknown role", f"{where} has the role {role!r}. Allowed: {', '.join(ROLES)}")
-    more = _more(message, str(known), where)
-    content = message.take(message.first(("content", "value")))
-    if content is None and "tool_calls" in more:
-        content = ""
-    if isinstance(content, list) and all(
-        isinstance(part, Mapping) and part.get("type") == "text" for part in content
-    ):
-        content = "".join(_string(part.get("text"), f"{where}.content") for part in content)
-    trained = _trained(message.take("weight"), where)
-    return Turn(
-        known,
-        _string(content, f"{where}.content"),
-        trained,
-        _json(more, f"{where}'s fields") if more else None,
-    )
-
-
-def _more(message: _Fields, role: str, where: str) -> dict[str, Any]:
-    """What a template may read besides role and content."""
-    if message.take("function_call"):
-        raise BadRow("tool calls", f"{where} has function_call; write the call as tool_calls")
-    more: dict[str, Any] = {}
-    calls = message.take("tool_calls")
-    if calls:
-        if role != "assistant":
-            raise BadRow("tool calls", f"{where} has tool_calls, but the {role} calls no tools")
-        more["tool_calls"] = _calls(calls, where)
-    if role == "tool":
-        for name in ("name", "tool_call_id"):
-            if (value := message.take(name)) is not None:
-                more[name] = _string(value, f"{where}.{name}")
-    field = message.first(REASONING_FIELDS) if role == "assistant" else None
-    if field is not None and (thoughts := _string(message.take(field), f"{where}.{field}")):
-        more[REASONING] = thoughts
-    return more
-
-
-def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls as templates want them: arguments as an object, also where a dataset wrote them as a JSON text."""
-    if isinstance(calls, str):
-        calls = _parsed(calls, f"{where} has tool_calls that are")
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise BadRow("tool calls", f"{where} has tool_calls that are no list of calls")
-    found = []
-    for call in calls:
-        function = call.get("function", call)
-        if (
-            not isinstance(function, Mapping)
-            or not isinstance(function.get("name"), str)
-            or not function["name"]
-        ):
-            raise BadRow("tool calls", f"{where} has tool_calls without the name of a function")
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            arguments = _parsed(arguments or "{}", f"{where} has tool_calls whose arguments are")
-        if not isinstance(arguments, Mapping):
-            raise BadRow("tool calls", f"{where} has tool_calls whose arguments are no JSON object")
-        whole = {**function, "arguments": arguments}
-        found.append({**call, "function": whole} if "function" in call else whole)
-    return found
-
-
-def _parsed(text: str, what: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadRow("tool calls", f"{what} a text that is no JSON") from error
-
-
-def _json(value: Any, what: str) -> str:
-    """A value as JSON that can be encoded."""
-    try:
-        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
-        text.encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise BadRow("tools", f"{what} cannot be written as JSON ({error})") from error
-    return text
-
-
-def _trained(weight: Any, where: str) -> bool | None:
-    """Whether a turn is trained, by its weight; None without one."""
-    if weight is None:
-        return None
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or weight not in (0, 1):
-        raise BadRow(
-            "unknown weight", f"{where} has the weight {weight!r}. Allowed: 0 (not trained) and 1 (trained)"
-        )
-    return bool(weight)
-
-
-def _string(value: Any, field: str) -> str:
-    if not isinstance(value, str):
-        found = "nothing" if value is None else type(value).__name__
-        raise BadRow("not a text", f"{field} must be a text; found {found}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise BadRow(
-            "not a text",
-            f"{field} holds half of a surrogate pair at character {error.start}, which no encoding can write",
-        ) from error
-    return value
+        return read_turns(fields, field)
+    return (Turn("user", read_text(fields.take(field), field)),)
 
 
 def _stripped(turns: tuple[Turn, ...]) -> list[tuple[str, str, str | None]]:
     return [(turn.role, turn.content.strip(), turn.more_json) for turn in turns]
 
 
-_READERS: dict[str, Callable[[_Fields], Sample]] = {
+_READERS: dict[str, Callable[[Fields], Sample]] = {
     "chat": _chat,
     "prompt": _prompt,
     "instruction": _instruction,
