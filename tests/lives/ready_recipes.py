@@ -143,7 +143,9 @@ class LocalData:
         if source in HUB_TEXT:
             tokenizer = self.gpt2 if recipe.data.tokenizer == "gpt2" else self.llama
             return changed(recipe, {"data.files": [str(self.text)], "data.tokenizer": str(tokenizer)})
-        few: dict[str, Any] = {"data.limit": 40 if recipe.objective.kind == "lm" else 400}
+        # The reference model of dpo goes through all documents before the first step.
+        limits = {"lm": 40, "sft": 400, "dpo": 400 if self.words is None else 40}
+        few: dict[str, Any] = {"data.limit": limits[recipe.objective.kind]}
         if source in HUB_CHATS:
             few |= {"data.files": [str(self.chats(source))], "model.init_from": str(self.base(recipe))}
             few |= {"data.tokenizer": "model"}
