@@ -34,7 +34,7 @@ finetune: $(VENV)/.run ## a small chat model on this machine: pretrain, LoRA, me
 	test -d $(FINETUNE)/exported || $(BIN)/rush export $(FINETUNE)/dpo --to $(FINETUNE)/exported
 	@echo "Talk to it: $(BIN)/rush chat $(FINETUNE)/lora   (/switch shows what the base would have said)"
 
-test: $(VENV)/.dev ## the tests: some 25 minutes on two cores, 40 % of it lives
+test: $(VENV)/.dev ## the tests: some 19 minutes on two cores, a quarter of it lives
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-changed: $(VENV)/.dev ## the tests of what changed since the last commit (or since BASE=…)
