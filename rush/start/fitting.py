@@ -26,6 +26,10 @@ SHORTEST = 128
 """Rows are not halved below this."""
 ASSUMED_CORES = 32
 """Of the CPU whose rates are assumed where none were measured (`rush plan --machine cpu`)."""
+INSTEAD = {
+    "cudnn_attention": "flash_attention", "flash_attention": "flex_attention", "fused_loss": "chunked_loss",
+}  # fmt: skip
+"""The next best where a device or a model is not supported (a sliding window, soft-capped scores)."""
 STAND_INS = ("4090", "l40s", "h100-sxm", "h200-sxm", "b200", "mi300x")
 """Devices to plan for where only an amount of memory is given, by their memory."""
 
@@ -173,7 +177,12 @@ def _supported(tree: dict[str, Any], target: TargetMachine) -> tuple[Recipe, tup
 
 
 def _without(techniques: Techniques, name: str) -> Techniques:
-    return [one for one in techniques if (one if isinstance(one, str) else one["name"]) != name]
+    """The techniques without this one, or with the next best in its place."""
+    instead = [INSTEAD[name]] if name in INSTEAD else []
+    found: Techniques = []
+    for one in techniques:
+        found += [one] if (one if isinstance(one, str) else one["name"]) != name else instead
+    return found
 
 
 def _with_micro(recipe: Recipe, target: TargetMachine) -> _Planned:

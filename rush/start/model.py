@@ -107,17 +107,12 @@ def _differences(shape: Shape) -> dict[str, list[str]]:
 
 
 def _written(key: str, value: Any) -> Any:
-    if key != "rope_scaling":
-        return "none" if value is None else list(value) if isinstance(value, tuple) else value
-    return (
-        {"rope_type": "default"}
-        if value is None
-        else {
-            "rope_type": rope_type(value),
-            **{
-                name: list(one) if isinstance(one, tuple) else one
-                for name, one in dataclasses.asdict(value).items()
-                if one is not None
-            },
-        }
-    )
+    """A field as a recipe writes it: none as a text, patterns as lists, RoPE scaling as a table."""
+    if key == "rope_scaling":
+        if value is None:
+            return {"rope_type": "default"}
+        found = {"rope_type": rope_type(value), **dataclasses.asdict(value)}
+        return {name: _written(name, one) for name, one in found.items() if one is not None}
+    if value is None:
+        return "none"
+    return list(value) if isinstance(value, tuple) else value

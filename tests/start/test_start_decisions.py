@@ -221,15 +221,20 @@ def test_one_document_and_unknown_models_are_refused(model: Path, tmp_path: Path
         find_model(str(tmp_path))
 
 
-def test_any_shape_is_a_published_size_with_the_fields_that_differ() -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_any_shape_is_a_published_size_with_the_fields_that_differ(size: str) -> None:
+    from dataclasses import replace
+
     from rush.recipe_io import parse
 
-    for name, size in SIZES.items():
-        assert named_shape(size) == (name, {})
-    name, overrides = named_shape(SMALL)
+    assert named_shape(SIZES[size]) == (size, {})
+    shape = replace(SIZES[size], num_layers=3, vocab_size=997)
+    if shape.rope_theta is not None:
+        shape = replace(shape, window=None if shape.window else 96, rope_scaling=None)
+    name, overrides = named_shape(shape)
     tree = {"model": {"name": name, "shape": overrides}, "batch": {"micro": 1, "sequence": 64}, "optimizer": {"lr": 1e-3},
             "schedule": {"steps": 1}}  # fmt: skip
-    assert parse(tree).shape() == SMALL
+    assert parse(tree).shape() == shape
 
 
 @pytest.mark.parametrize(
