@@ -20,6 +20,7 @@ from rush.errors import RecipeError, nearest
 from rush.models import SIZES, Shape
 from rush.models.numbers import LARGEST
 from rush.models.rope_scaling import rope_scaling_from
+from rush.models.shape import not_of_family
 
 Knob = bool | int | float | str
 AUTO = "auto"
@@ -407,9 +408,15 @@ def _shape_of(name: str, overrides: tuple[tuple[str, type, Any], ...]) -> Shape:
                 f"model.shape.{key} is {value!r}; found {_kind(value)}, allowed: {_kind(known)} (as in {known!r})."
             )
     try:
-        return dataclasses.replace(base, **values)
+        shape = dataclasses.replace(base, **values)
     except RecipeError as error:
         raise RecipeError(f"model.shape: {error}") from None
+    if lost := [key for key in not_of_family(shape) if key in values] if values else []:
+        raise RecipeError(
+            f"model.shape.{lost[0]} is {values[lost[0]]!r}, which models of the family {shape.family} do not have: an exported one "
+            "would be another model; leave it out, or take a model of a family that has it (docs/families.md)."
+        )
+    return shape
 
 
 def _rope_scaling(base: Shape, kind: type, value: Any) -> object:

@@ -306,12 +306,14 @@ def test_an_optional_key_takes_none_as_the_docs_have_it() -> None:
 def test_fields_that_a_model_may_lack_are_set_and_turned_off() -> None:
     recipe = load_recipe("llama-tiny", ["model.name=mistral-tiny", 'model.shape.window="none"'])
     assert recipe.shape().window is None
-    recipe = load_recipe("llama-tiny", ["model.shape.window=7", "model.shape.window_layers=[true, false]"])
+    windows = ["model.shape.window=7", "model.shape.window_layers=[true, false]"]
+    recipe = load_recipe("llama-tiny", ["model.name=qwen3-tiny", *windows])
     assert [recipe.shape().window_of(layer) for layer in range(4)] == [7, None, 7, None]
     for override, says in (
         ("model.shape.window=0.5", "found a number, allowed: a whole number"),
         ("model.shape.window_layers=3", r"allowed: a list such as \[true, false\]"),
         ("model.shape.windows=3", "did you mean 'window'"),
+        ("model.shape.window=7", "window is 7, which models of the family llama do not have"),
     ):
         with pytest.raises(RecipeError, match=says):
             load_recipe("llama-tiny", [override]).shape()

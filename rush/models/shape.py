@@ -8,7 +8,7 @@ features (`has_rope`, `norm`, `gated_mlp`, `window_of`), never for the name of i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from rush.errors import RecipeError, nearest
@@ -16,7 +16,7 @@ from rush.models.families import FAMILIES, Structure
 from rush.models.numbers import LARGEST, LARGEST_NUMBER, divisors, positive, whole
 from rush.models.rope_scaling import LongRopeScaling, Scaling
 
-__all__ = ["LARGEST", "LARGEST_NUMBER", "AttentionForm", "Shape"]
+__all__ = ["LARGEST", "LARGEST_NUMBER", "AttentionForm", "Shape", "not_of_family"]
 
 _FACTORS = (
     "attention_scale",
@@ -245,6 +245,14 @@ class Shape:
 
     def attention_form(self, layer: int) -> AttentionForm:
         return AttentionForm(self.attention_scale, self.window_of(layer), self.attention_softcap)
+
+
+def not_of_family(shape: Shape) -> list[str]:
+    """Fields that no config.json of the family can express: exported, the model would be another one."""
+    family = FAMILIES[shape.family]
+    config = {"vocab_size": shape.vocab_size, "tie_word_embeddings": shape.tied_head, **family.write(shape)}
+    again = Shape(shape.family, **family.read(config))
+    return [one.name for one in fields(Shape) if getattr(again, one.name) != getattr(shape, one.name)]
 
 
 def _check_pattern(name: str, pattern: object) -> None:

@@ -131,7 +131,7 @@ SIZES: dict[str, Shape] = {
     "gemma3-tiny": _tiny(
         "gemma3_text", head_dim=64, window=64, window_layers=(True, True, True, False), local_rope_theta=1e3
     ),
-    "phi3-tiny": _tiny("phi3", rotary_dim=24, tied_head=False),
+    "phi3-tiny": _tiny("phi3", rotary_dim=12, tied_head=False),
     "olmo2-tiny": _tiny("olmo2", tied_head=False),
     "granite-tiny": _tiny(
         "granite", embedding_scale=12.0, residual_scale=0.22, attention_scale=0.03125, logit_divisor=8.0

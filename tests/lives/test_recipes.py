@@ -17,6 +17,7 @@ import pytest
 from rush.hardware import probe
 from rush.lab.life.life import EVERY, Lives, short
 from rush.lab.trial.starter import COMMANDS, Starter
+from rush.models import SIZES
 from rush.ready import RECIPES
 from rush.recipe_io import changed
 from tests.lives.living import Living
@@ -94,6 +95,29 @@ def test_a_ready_recipe_lives_a_whole_life(
     recipe = changed(lived.recipe, {"model.shape.num_layers": 1}) if compiled else lived.recipe
     parts = [part for part in EVERY if not (compiled and part == "repeat")]
     life = Lives(starter, tmp_path, environment, LIMIT_S).live(short(data.of(recipe), **FEW), parts)
+    assert life.problem is None
+
+
+FAMILIES = sorted(name for name in SIZES if name.endswith("-tiny") and name != "llama-tiny")
+QUICK = ("gemma3-tiny", "qwen3-tiny")
+"""Families whose life is part of `make test`: between them they have windows, norms of every kind, and scales."""
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
+def test_every_family_lives(
+    name: str, starter: Starter, data: LocalData, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Trained, killed, resumed, exported (transformers computes the same logits), generated from."""
+    changes: dict[str, object] = {"model.name": name, "run.device": "cpu", "techniques": []}
+    recipe = small(changed(as_published("llama-tiny"), changes))
+    if SIZES[name].has_windows:
+        recipe = changed(recipe, {"model.shape.window": 9})
+    life = Lives(starter, tmp_path, environment, LIMIT_S).live(
+        short(data.of(recipe), **FEW), ("train", "resume", "export", "generate")
+    )
     assert life.problem is None
 
 

@@ -242,7 +242,7 @@ def recipes(name: str) -> list[Recipe]:
         packed = ["objective.kind=sft", "batch.micro=1", "layout.cp=2"]
         own.append(recipe_of("triton_attention", overrides=packed[1:]))
         own.append(recipe_of("{name='cp', exchange='ring'}", "triton_attention", "flatten", overrides=packed))
-        own.append(recipe_of("{name='cp', exchange='ring'}", overrides=[*packed[1:], "model.shape.window=7"]))
+        own.append(recipe_of("{name='cp', exchange='ring'}", overrides=[*packed[1:], *WINDOWS]))
         long = "{rope_type='longrope', short_factor=[1.0], long_factor=[2.0], original_context=8}"
         of_long = ["model.name=phi3-tiny", "model.shape.rotary_dim=2", f"model.shape.rope_scaling={long}"]
         own.append(recipe_of(overrides=[*packed[1:], *of_long]))
@@ -264,6 +264,7 @@ def recipes(name: str) -> list[Recipe]:
     return own
 
 
+WINDOWS = ("model.name=mistral-tiny", "model.shape.window=7")
 OF_FEATURES = {
     "cpu_attention", "cudnn_attention", "flash_attention", "fused_loss", "fused_mlp", "liger", "triton_attention"
 }  # fmt: skip

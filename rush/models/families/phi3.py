@@ -34,7 +34,10 @@ def _read(config: Config) -> Fields:
 
 def _write(shape: Shape) -> dict[str, Any]:
     found = write_llama_like(shape)
-    factor = (shape.rotary_dim or shape.head_dim) / shape.head_dim
+    rotated = shape.rotary_dim or shape.head_dim
+    factor = rotated / shape.head_dim
+    if int(shape.head_dim * factor) != rotated:  # it is rounded down where it is read
+        factor = (rotated + 0.5) / shape.head_dim
     scaling = shape.rope_scaling
     original = scaling.original_context if isinstance(scaling, LongRopeScaling) else shape.context
     found["rope_parameters"] |= {"partial_rotary_factor": factor}
