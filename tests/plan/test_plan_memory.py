@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rush.hardware import probe
+from rush.models import SIZES
 from rush.plan.adapter_time import concatenated_a_bytes
 from rush.plan.effects import TERMS
 from rush.plan.memory import (
@@ -21,6 +22,7 @@ from rush.plan.memory import (
     offloaded_bytes,
 )
 from rush.plan.spec import Spec, spec_of
+from rush.ready import RECIPES
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
 from rush.techniques import registry
@@ -32,7 +34,8 @@ SMALL = ["batch.micro=2", "batch.sequence=64", "model.shape.num_layers=2", "batc
 
 def recipe_of(model: str, *techniques: str, **more: object) -> Recipe:
     named = "[" + ", ".join(t if t.startswith("{") else f'"{t}"' for t in techniques) + "]"
-    return load_recipe(model, [*SMALL, f"techniques={named}", *(f"{k}={v}" for k, v in more.items())])
+    base, size = (model, []) if model in RECIPES.names() else ("llama-tiny", [f"model.name={model}"])
+    return load_recipe(base, [*SMALL, *size, f"techniques={named}", *(f"{k}={v}" for k, v in more.items())])
 
 
 def kept_by_forward(recipe: Recipe) -> int:
@@ -63,14 +66,16 @@ def planned(spec: Spec) -> float:
     tokens, shape, effects = spec.tokens, spec.shape, spec.effects
     total = shape.num_layers * tokens * sum(block_tensors(spec).values()) + _final(spec) * tokens
     total += 4 * shape.vocab_size * tokens if not effects.factor("logits.tokens") else 0
+    total += 4 * shape.vocab_size * tokens if shape.logit_softcap is not None else 0  # the tanh
     total += 8 * tokens  # labels
     if effects.size("casts", 0):
         linear = sum(
             p.numel() for name, p in build_linear(spec) if "norm" not in name and "embedding" not in name
         )
         total += 2 * linear + 2 * shape.vocab_size * shape.hidden
-    if shape.family == "llama":
-        total += 2 * 4 * spec.sequence * shape.head_dim  # cosines and sines
+    if shape.has_rope:
+        kinds = 1 if shape.local_rope_theta is None else 2
+        total += kinds * 2 * 4 * spec.sequence * (shape.rotary_dim or shape.head_dim)  # cosines and sines
     if effects.factor("frozen"):
         total += shape.num_layers * concatenated_a_bytes(spec)
         # Nothing that the first block's first norm computes has a gradient.
@@ -87,6 +92,9 @@ def build_linear(spec: Spec) -> list[tuple[str, torch.Tensor]]:
 
 
 QUICK = {(), ("amp_bf16", "flash_attention"), ("pure_bf16",)}
+QUICK_FAMILIES: set[tuple[str, tuple[str, ...]]] = {
+    ("gemma2-tiny", ()), ("olmo2-tiny", ()), ("qwen3-tiny", ("flash_attention",))
+}  # fmt: skip
 CASES = [
     pytest.param(model, techniques, marks=() if techniques in QUICK else pytest.mark.slow)
     for model in ("tiny", "llama-tiny")
@@ -102,6 +110,14 @@ CASES = [
         ('{name = "chunked_loss", chunk_tokens = 64}',),
         ("lora",),
     )
+]
+
+
+CASES += [
+    pytest.param(model, techniques, marks=() if (model, techniques) in QUICK_FAMILIES else pytest.mark.slow)
+    for model in sorted(name for name in SIZES if name.endswith("-tiny") and name != "llama-tiny")
+    for techniques in ((), ("amp_bf16",), ("flash_attention",), ("lora",))
+    if (model, techniques) != ("gemma2-tiny", ("flash_attention",))  # it has no soft cap
 ]
 
 
