@@ -58,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_a_run_folder_holds_what_the_architecture_page_says(runs: Path) -> None:
     folder = runs / "gpt2"
     assert {"recipe.toml", "machine.json", "metrics.jsonl", "samples.jsonl", "tokenizer", "tensorboard",
-            "checkpoints"} <= {path.name for path in folder.iterdir()}  # fmt: skip
+            "checkpoints", "report.html"} <= {path.name for path in folder.iterdir()}  # fmt: skip
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s"} <= rows[0].keys()

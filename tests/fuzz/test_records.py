@@ -16,9 +16,11 @@ from rush.plan.measured_cases import read_findings, read_overflows
 from rush.report import write_comparison, write_picture, write_report
 from rush.report.kernels import write_kernel_report
 from rush.report.models import write_model_report
+from rush.report.redraw import redraw
 from rush.report.scaling import write_scale_report
 from rush.report.tune import write_tune_report
 from rush.tune.earlier import remembered
+from rush.watch.server import Watch
 from tests.explain import made_up
 from tests.fuzz.harness import cases, fuzz, run_command
 
@@ -70,6 +72,19 @@ def explained(record: Path, page: Path) -> None:
     shutil.copy(page.parent / "explained" / "report.html", page)
 
 
+def watched(record: Path, page: Path) -> None:
+    """A run's page, and what the live page gets of it."""
+    watch = Watch([record.parent.parent])
+    found = watch.answer({"run": [f"0/{record.parent.name}"]})
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    redraw(record.parent, page)
+
+
+def first_lines(pattern: str, most: int = 40) -> list[bytes]:
+    found = sorted(RESULTS.glob(pattern))
+    return [b"".join(path.read_bytes().splitlines(keepends=True)[:most]) for path in found]
+
+
 KINDS: dict[str, tuple[str, Callable[[], list[bytes]], Use]] = {
     "ladder": ("ladder.json", lambda: seeds("**/ladder.json", 3), ladder_uses),
     "compare": ("ladder.json", lambda: seeds("**/ladder.json", 2), compared),
@@ -80,6 +95,7 @@ KINDS: dict[str, tuple[str, Callable[[], list[bytes]], Use]] = {
     "kernels": ("kernels.json", lambda: seeds("*/kernels.json", 1), write_kernel_report),
     "scale": ("scale.json", lambda: seeds("*/scale.json", 1), write_scale_report),
     "tune": ("tune.json", lambda: seeds("*/tune.json", 3), write_tune_report),
+    "run": ("metrics.jsonl", lambda: first_lines("**/metrics.jsonl"), watched),
     "explain": ("explain.json", lambda: [explanation(name) for name in ("attention", "batch", "memory")], explained),
 }  # fmt: skip
 

@@ -278,6 +278,7 @@ def test_an_interrupted_ladder_leaves_no_process(
     assert _commands(str(out)) == []
     assert _commands(f"rush.lab.trial.starter {process.pid}") == []
     assert read_ladder(out)["finished"] is None
+    assert "This ladder is not finished" in (out / "report.html").read_text()
 
 
 @pytest.mark.slow
