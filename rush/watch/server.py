@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import secrets
 import socket
+import stat
 import sys
 import threading
 from collections import OrderedDict
@@ -30,6 +32,8 @@ from rush.watch.catalog import Catalog, Entry
 from rush.watch.live_run import LiveRun, Seen
 
 MOST_CHOSEN = 12
+READ = ("recipe.toml", "metrics.jsonl", "samples.jsonl", "machine.json", "failure.json")
+"""What the page of a run is drawn from."""
 MOST_LIVE = 64
 MOST_CONNECTIONS = 256
 POLICY = (
@@ -67,7 +71,8 @@ class Watch:
         version, rows = self.catalog.rows()
         found: dict[str, Any] = {"version": version}
         if query.get("have") != [version]:
-            found["list"] = rows
+            shown = query.get("table", [])
+            found["list"] = [row if row["id"] in shown else _without_table(row) for row in rows]
         seen = query.get("seen", [])
         runs = {}
         for number, id in enumerate(query.get("run", [])[:MOST_CHOSEN]):
@@ -81,12 +86,26 @@ class Watch:
     def page(self, id: str) -> str | None:
         """The page of a record, drawn now; None where there is none."""
         entry = self.catalog.entry(id)
-        if entry is None or any(path.is_symlink() for path in entry.path.iterdir()):
+        if entry is None or not all(_plain(entry.path / name) for name in {*READ, entry.record.name}):
             return None
         try:
             return page_of(entry.path)
         except RushError:
             return None
+
+
+def _without_table(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "table"}
+
+
+def _plain(path: Path) -> bool:
+    """Whether a path is free, or a file that is no link: a pipe would keep its reader waiting for ever."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
 
 
 class Server(ThreadingHTTPServer):

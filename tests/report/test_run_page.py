@@ -21,6 +21,7 @@ from rush.report.run_view import headline, read_run, recipe_changes, warnings
 from rush.training.view import View
 from tests.report.browser import Browser, Page
 from tests.report.made_up_run import REAL_RUN, append_rows, write_run
+from tests.report.test_report_browser import CONTRAST, OVERFLOWING
 from tests.small_recipe import write_small_recipe
 
 ATTACK = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -206,6 +207,12 @@ def test_the_page_fits_a_phone_and_asks_for_nothing(browser: Browser, tmp_path: 
     page = browser.open(tmp_path / "page.html", width=390, dark=True)
     page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.evaluate(OVERFLOWING) == []
+    for dark in (True, False):
+        page.prefer(dark=dark)
+        seen, low = page.evaluate(CONTRAST)
+        assert seen > 80
+        assert low == []
     assert page.complaints() == []
     assert page.requests() == [(tmp_path / "page.html").as_uri()]
     assert re.search("not finished|stopped at step", page.evaluate("document.body.innerText"))

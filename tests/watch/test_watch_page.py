@@ -11,6 +11,7 @@ import pytest
 from tests.report import made_up
 from tests.report.browser import Browser, Page
 from tests.report.made_up_run import append_rows, write_run
+from tests.report.test_report_browser import CONTRAST, OVERFLOWING
 from tests.watch.test_watch_server import ATTACK, serving
 
 
@@ -94,6 +95,9 @@ def test_a_ladder_is_a_table_with_a_link_to_its_page(page: Page) -> None:
     assert page.until("document.querySelectorAll('#tables tbody tr').length > 3")
     link = page.evaluate("document.querySelector('#tables a').getAttribute('href')")
     assert link == "page?id=0%2Fladder"
+    page.reload()  # the address remembers what was chosen
+    assert page.until("document.querySelectorAll('#tables tbody tr').length > 3")
+    assert page.until(f"{CURVES} === 2")
 
 
 def test_the_keyboard_chooses_runs_and_reads_values(page: Page) -> None:
@@ -116,6 +120,11 @@ def test_the_page_fits_a_phone(browser: Browser, runs: Path, dark: bool) -> None
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         light = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert light == ("rgb(20, 23, 27)" if dark else "rgb(252, 251, 248)")
+        assert page.until("document.querySelectorAll('#tables tbody tr').length > 3")
+        assert page.evaluate(OVERFLOWING) == []
+        seen, low = page.evaluate(CONTRAST)
+        assert seen > 60
+        assert low == []
         page.close()
 
 

@@ -92,7 +92,10 @@ def test_the_list_has_every_run_and_ladder_with_its_status(server: Server) -> No
     }
     assert (rows["0/a"]["step"], rows["0/a"]["steps"], rows["0/a"]["model"]) == (60, 100, "tiny")
     assert rows["0/b"]["val_loss"] == pytest.approx(2.1 + 5.0 * 2.718281828 ** (-75 / 60))
-    assert len(rows["0/ladder"]["table"]["rows"]) == len(made_up.made_up_ladder()["rungs"])
+    assert "table" not in rows["0/ladder"]  # only where it is asked for
+    _, _, content = ask(server, "api/live?table=0/ladder")
+    (ladder,) = (row for row in json.loads(content)["list"] if row["kind"] == "ladder")
+    assert len(ladder["table"]["rows"]) == len(made_up.made_up_ladder()["rungs"])
 
 
 def test_a_run_that_is_watched_sends_only_what_is_new(
@@ -239,6 +242,11 @@ def test_links_out_of_the_folder_are_not_followed(runs: Path) -> None:
         assert "TOP SECRET" not in json.dumps(found)
         assert next(row for row in found["list"] if row["id"] == "0/half").get("model") is None
         assert ask(server, "page?id=0/half")[0] == 404
+        os.mkfifo(runs / "a" / "failure.json")  # nobody waits at a pipe
+        assert ask(server, "page?id=0/a")[0] == 404
+        (runs / "a" / "failure.json").unlink()
+        (runs / "a" / "checkpoints").symlink_to(secret)  # on another disk: nothing that the page reads
+        assert ask(server, "page?id=0/a")[0] == 200
 
 
 def test_the_page_of_a_record_is_drawn_from_it_and_cannot_ask_the_server(server: Server, runs: Path) -> None:

@@ -54,6 +54,7 @@
       query.append("run", id);
       query.append("seen", runs.get(id)?.seen || "-");
     }
+    for (const id of chosen.filter((one) => !isRun(one))) query.append("table", id);
     let wait = document.hidden ? HIDDEN_MS : POLL_MS;
     try {
       const answer = await fetch(`api/live?${query}`, { cache: "no-store" });
@@ -129,6 +130,7 @@
       const running = rows.filter((one) => one.kind === "run" && one.status === "running").slice(0, 4);
       const newest = rows.find((one) => one.kind === "run") || rows[0];
       chosen = named.length ? named : (running.length ? running : [newest]).map((one) => one.id);
+      if (!chosen.every(isRun)) version = ""; // once more, with the tables
     }
     chosen = chosen.filter((id) => row(id));
   }
@@ -137,6 +139,7 @@
     if (on) chosen.push(id);
     if (chosen.length > MOST_CHOSEN) runs.delete(chosen.shift());
     if (!on) runs.delete(id);
+    version = ""; // the list with the tables of what is chosen now
     history.replaceState(null, "", `#${encodeURIComponent(chosen.join("|"))}`);
     drawList();
     drawTables();
