@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any, Literal
 
 from rush.data.readers import import_extra
 from rush.errors import DataError, MachineError, RushError
-from rush.files import writing
 
 Kind = Literal["model", "dataset"]
 Note = Callable[[str], None]
@@ -127,13 +127,11 @@ def _resolved(repo: HubId, server: str, folder: Path, silent: bool) -> tuple[str
         raise problem from error
     commit = str(found.sha)
     if known != commit:
-        with writing(ref, advice=_ROOM):
+        # Only for a call without network; a cache that others filled may be read-only.
+        with suppress(OSError):
             ref.parent.mkdir(parents=True, exist_ok=True)
             ref.write_text(commit)
     return commit, ""
-
-
-_ROOM = "Free space, or set HF_HOME to a folder on another disk."
 
 
 def not_here(repo: HubId, why: str) -> str:
