@@ -7,6 +7,7 @@ whether a configuration can learn, and the validation loss whether it does.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +71,7 @@ def choose_objective(rows: RowFacts) -> Choice:
     return Choice("lm", f"{texts:,} plain texts")
 
 
-def choose_bad_rows(rows: RowFacts, refused: int, measured: int, objective: str) -> Choice:
+def choose_bad_rows(rows: RowFacts, refused: Sequence[str], measured: int, objective: str) -> Choice:
     """Drop a few broken rows, refuse many; refuse what a run cannot skip."""
     broken = rows.broken
     if broken.unreadable:
@@ -78,12 +79,13 @@ def choose_bad_rows(rows: RowFacts, refused: int, measured: int, objective: str)
             f"{broken.unreadable:,} of {rows.rows:,} lines are no JSON objects, and a run stops at the first; the first broken row: "
             f"{broken.first} Remove these lines."
         )
-    share = broken.count / rows.rows + refused / max(1, measured + refused)
+    share = broken.count / rows.rows + len(refused) / max(1, measured + len(refused))
+    first = broken.first or next(iter(refused), "")
     if share > MOST_BROKEN:
         kinds = ", ".join(f"{count:,} {reason}" for reason, count in broken.reasons.items())
         raise DataError(
             f"{share:.1%} of the rows cannot be trained on ({kinds or 'refused by the template'}), more than {MOST_BROKEN:.0%}; the "
-            f"first: {broken.first}. Fix or remove them, or set data.bad_rows=drop to train without them."
+            f"first: {first}. Fix or remove them, or set data.bad_rows=drop to train without them."
         )
     if not share:
         return Choice("error", "no row is broken, so one that is would be news")
@@ -93,7 +95,7 @@ def choose_bad_rows(rows: RowFacts, refused: int, measured: int, objective: str)
         )
     return Choice(
         "drop",
-        f"{share:.2%} of the rows are broken, below {MOST_BROKEN:.0%}; the first: {broken.first or 'in encoding'}",
+        f"{share:.2%} of the rows are broken, below {MOST_BROKEN:.0%}; the first: {first}",
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rush.data.conversations.turns import Conversation, Pair
+from rush.data.packing import best_fit
 from rush.errors import RecipeError
 from rush.recipe import AUTO, LARGEST_NUMBER
 from rush.recipe_io import apply_override, parse
@@ -18,8 +19,6 @@ from rush.start.inspect import LengthFacts, RowFacts
 from rush.start.methods import Method, techniques_for
 from rush.start.model import StartModel
 
-PACKED = 1.03
-"""Tokens of packed rows over those of their documents."""
 REFERENCE_SHARE = 1 / 3
 """Time of the reference's forward pass over the pairs, in epochs."""
 LONGEST_PROMPT = 120
@@ -216,9 +215,18 @@ def _gpu(found: Findings) -> bool:
 def epoch_tokens(found: Findings, tree: dict[str, Any]) -> float:
     """Tokens that are processed in an epoch, padding among them."""
     kept = 1 - float(tree["data"]["validation"])
+    sequence = int(tree["batch"]["sequence"])
     if found.kind == "dpo":
-        return kept * found.lengths.documents * int(tree["batch"]["sequence"])
-    return kept * found.lengths.tokens * (PACKED if found.kind == "sft" else 1.0)
+        return kept * found.lengths.documents * sequence
+    if found.kind == "lm":
+        return kept * found.lengths.tokens
+    names = [one if isinstance(one, str) else one["name"] for one in tree["techniques"]]
+    row = sequence * (int(tree["batch"]["micro"]) if "flatten" in names else 1)
+    sizes = [min(tokens, sequence) for tokens in found.lengths.each]
+    rows = len(best_fit(sizes, row, len(sizes))) if {"flatten", "pack_best_fit"} & set(names) else len(sizes)
+    # The last row is rarely full, and of few rows it would be a large share.
+    filled = max(sum(sizes), (rows - 0.5) * row)
+    return kept * filled / len(sizes) * found.lengths.documents
 
 
 def given_values(overrides: Sequence[str], model: StartModel) -> dict[str, Any]:

@@ -55,7 +55,10 @@ def choose_template(
         choice = Choice(
             ours.value, f"{ours.why}; the model's own chat template cannot be trained with here: {error}"
         )
-        return choice, measure(rows, tokenizer, find_template(str(ours.value), tokenizer))
+        try:
+            return choice, measure(rows, tokenizer, find_template(str(ours.value), tokenizer))
+        except DataError as second:
+            raise DataError(f"{error} Nor is {ours.value} one for these rows: {second}") from error
 
 
 def _usual_template(tokenizer: Tokenizer) -> Choice:

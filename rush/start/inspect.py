@@ -87,6 +87,8 @@ class LengthFacts:
     measured: int
     histogram: tuple[tuple[int, int, int], ...]
     """From, below, documents: bins that double."""
+    each: tuple[int, ...] = ()
+    """Tokens of the measured documents."""
     refused: tuple[str, ...] = ()
     """Measured rows that cannot be encoded, with the reason."""
 
@@ -263,6 +265,7 @@ def measure(rows: RowFacts, tokenizer: Tokenizer, template: Template | None) -> 
         longest=longest,
         target_share=targets / sum(lengths),
         measured=len(lengths),
+        each=tuple(lengths),
         refused=tuple(refused),
         histogram=tuple((1 << bits - 1 if bits else 0, 1 << bits, bins[bits]) for bits in sorted(bins)),
     )

@@ -88,9 +88,7 @@ def _findings(request: Request, model: StartModel, files: DataFiles) -> Findings
     if given.get("data.bad_rows") == "drop" and not rows.broken.unreadable:
         bad_rows = Choice("drop", "given")
     else:
-        bad_rows = decisions.choose_bad_rows(
-            rows, len(lengths.refused), lengths.measured, str(objective.value)
-        )
+        bad_rows = decisions.choose_bad_rows(rows, lengths.refused, lengths.measured, str(objective.value))
     if lengths.documents < 2 * (1 + (objective.value == "dpo")):
         raise DataError(
             f"{files.paths[0]} is one document, so nothing would be left to hold out; give at least two (a text file is one "

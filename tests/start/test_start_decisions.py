@@ -172,6 +172,19 @@ def test_the_models_own_template_is_used_unless_it_cannot_be_trained_with(
     assert "no system turns" in why
 
 
+def test_rows_that_no_template_writes_are_refused_with_both_reasons(model: Path, tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "weather", "arguments": {}}]}
+    rows = [{"messages": [{"role": "user", "content": f"{n}?"}, call]} for n in range(5)]
+    data = write_rows(tmp_path / "calls.jsonl", rows)
+    with pytest.raises(
+        DataError, match=r"no row to train on.*calls weather, which the template \(plain\) does not write"
+    ):
+        start_recipe(model, data, device="cpu")
+    mixed = write_rows(tmp_path / "mixed.jsonl", [*rows, *chat(20)])
+    with pytest.raises(DataError, match=r"20\.0% of the rows .*mixed\.jsonl:1: turn 2 calls weather"):
+        start_recipe(model, mixed, device="cpu")
+
+
 def test_a_size_by_name_starts_from_random_weights_with_a_tokenizer_of_its_own(tmp_path: Path) -> None:
     made = start_recipe("llama-tiny", write_rows(tmp_path / "text.jsonl", texts(50)), device="cpu")
     assert made.recipe.model.init_from is None
