@@ -70,6 +70,7 @@ check: $(VENV)/.dev ## format, lint, types, import contracts, public names, the 
 docs: $(VENV)/.dev ## write the generated pages: techniques, recipe keys, explanations, planted bugs
 	$(BIN)/python scripts/technique_pages.py
 	$(BIN)/python scripts/recipe_page.py
+	$(BIN)/python scripts/family_page.py
 	$(BIN)/python scripts/explain_pages.py
 	$(BIN)/python -m tests.planted --page docs/planted.md
 

@@ -223,3 +223,17 @@ def test_an_impossible_shape_is_refused(name: str, changes: dict[str, Any], word
     with pytest.raises(RecipeError) as caught:
         replace(SIZES[name], **changes)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_the_page_about_families_is_current() -> None:
+    import importlib.util
+
+    root = Path(__file__).resolve().parents[2]
+    spec = importlib.util.spec_from_file_location("family_page", root / "scripts" / "family_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert (root / "docs" / "families.md").read_text(encoding="utf-8") == script.page(), (
+        "run scripts/family_page.py"
+    )
