@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ TAIL = """
 
 ## Adding a family
 
-1. Write `rush/models/families/NAME.py` with a `FAMILY`. Most are Llama with a few differences: start from `qwen3.py` (a norm and
+1. Write a file in `rush/models/families` with a `FAMILY`. Most are Llama with a few differences: start from `qwen3.py` (a norm and
    its names), `granite.py` (numbers of its own) or `phi3.py` (several layers in one stored tensor). `Structure` says what all its
    models have; `read` returns fields of a `Shape` from a config, `write` the config of a shape. Settings that change the
    result and that rush does not have belong into `supported`, so that they are refused by name.
@@ -180,6 +182,25 @@ def _imported(theirs: Any, folder: Path, shape: Shape) -> Any:
     return model
 
 
+def wrapped(text: str) -> str:
+    """Paragraphs and list items in lines that fit a screen; tables and headings as they are."""
+    items: list[str] = []
+    for line in text.splitlines():
+        alone = not line.strip() or line.startswith(("|", "#", "- ")) or re.match(r"\d\. ", line)
+        if alone or not items or not items[-1].strip() or items[-1].startswith(("|", "#")):
+            items.append(line)
+        else:
+            items[-1] += " " + line.strip()
+    lines = []
+    for item in items:
+        hanging = " " * (2 if item.startswith("- ") else 3 if re.match(r"\d\. ", item) else 0)
+        whole = item.startswith(("|", "#")) or not item
+        lines += (
+            [item] if whole else textwrap.wrap(item, 118, subsequent_indent=hanging, break_on_hyphens=False)
+        )
+    return "\n".join(lines) + "\n"
+
+
 def page() -> str:
     figures = json.loads(FIGURES.read_text(encoding="utf-8"))
     lines = [
@@ -214,7 +235,7 @@ def page() -> str:
         size = next((one for one in sizes_of(name) if not one.endswith("tiny")), tiny_of(name))
         rows = [f"| `{size}` | `{technique}` | {why} |" for technique, why in refusals(size)]
         lines += rows or [f"| `{size}` | none | |"]
-    return "\n".join(lines) + "\n" + TAIL
+    return wrapped("\n".join(lines) + "\n" + TAIL)
 
 
 if __name__ == "__main__":
