@@ -64,7 +64,8 @@ def test_what_was_written_trains_and_learns(
     assert rush.plan_recipe(file, machine="cpu").fits
     ended = rush.train(file, out=tmp_path / "run")
     planned = made.record["plan"]["steps"]
-    assert ended.summary.steps == pytest.approx(planned, rel=0.1, abs=2)
+    # A tenth of so few rows is held out by a hash of each: two to eight of forty.
+    assert ended.summary.steps == pytest.approx(planned, rel=0.25, abs=3)
     losses = [row["loss"] for row in ended.rows]
     assert sum(losses[-3:]) < sum(losses[:3])
     assert ended.summary.val_loss is not None
