@@ -191,7 +191,7 @@ def train(
     `techniques`, here and below: Python files that define techniques of your own. Their code is executed.
     """
     from rush.training.loop import train_recipe
-    from rush.training.view import terminal_view
+    from rush.training.view import Recording, terminal_view
 
     if recipe is None and not resume:
         raise RecipeError(
@@ -201,7 +201,7 @@ def train(
         raise RecipeError("resume needs out: the folder of the run to resume.")
     folder = Path(out) if out is not None else new_folder(_name(recipe))
     chosen = None if recipe is None else _recipe(recipe, overrides)
-    shown = view or terminal_view()
+    shown = Recording(view or terminal_view(), RunFolder(folder).notes)
     before, done = _written(folder), False
     try:
         with _own(techniques):

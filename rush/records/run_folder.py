@@ -47,6 +47,8 @@ class RunFolder:
     metrics = _Entry("metrics.jsonl")
     samples = _Entry("samples.jsonl")
     saves = _Entry("saves.jsonl")
+    notes = _Entry("notes.jsonl")
+    """What the run said on the way: warnings, advice, which checkpoint it resumed from."""
     tokenizer = _Entry("tokenizer")
     report = _Entry("report.html")
 

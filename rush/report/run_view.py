@@ -25,6 +25,7 @@ from rush.report.lenient import Json, shown, table, text, whole
 MOST_CURVE = 400
 """Points of a curve on a page: about as many as it is wide."""
 MOST_SAMPLES = 60
+MOST_NOTES = 200
 LONGEST_SAMPLE = 20_000
 SLOW_DATA = 0.1
 """Share of the time from which waiting for data is worth a note."""
@@ -49,6 +50,8 @@ class RunView:
     series: RunSeries
     samples: tuple[SampleView, ...]
     num_samples: int
+    notes: tuple[tuple[int, str], ...]
+    """What the run said, each with the step after which it said it."""
     status: Status
     failure: Mapping[str, Json]
 
@@ -100,6 +103,7 @@ def read_run(folder: Path, most: int = MOST_CURVE) -> RunView:
         series,
         tuple(samples[-MOST_SAMPLES:]),
         len(samples),
+        tuple(read_notes(run.notes))[-MOST_NOTES:],
         run_status(run, series, steps),
         failure,
     )
@@ -172,6 +176,22 @@ def sample_of(line: bytes) -> SampleView | None:
         drawn if drawn is None else drawn[:LONGEST_SAMPLE],
         text(row.get("why")),
     )
+
+
+def read_notes(path: Path) -> Iterator[tuple[int, str]]:
+    """The notes of a run, in order; lines that are none are left out."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return
+    for line in content.splitlines():
+        try:
+            row = parse_json(line)
+        except ValueError:
+            continue
+        said = text(row.get("note")) if isinstance(row, dict) else None
+        if said:
+            yield whole(row.get("step")) or 0, said[:LONGEST_SAMPLE]
 
 
 def headline(run: RunView) -> str:

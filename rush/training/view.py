@@ -6,8 +6,10 @@ every few seconds. A plain `View` prints nothing.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -25,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rush.errors import printable
+from rush.files import append_log, shareable
 from rush.records.metrics import MetricsRow
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -38,6 +41,42 @@ class View:
     def note(self, text: str) -> None: ...
     def sample(self, step: int, text: str) -> None: ...
     def close(self) -> None: ...
+
+
+class Recording(View):
+    """Passes everything on, and writes the notes down in the run's folder once it is there: its page shows them."""
+
+    def __init__(self, inner: View, path: Path) -> None:
+        self._inner, self._path = inner, path
+        self._waiting: list[str] = []
+        self._step, self._started = 0, False
+
+    def start(self, title: str, total: int, done: int) -> None:
+        self._step, self._started = done, True
+        for text in self._waiting:
+            self._write(text)
+        self._inner.start(title, total, done)
+
+    def row(self, row: MetricsRow) -> None:
+        self._step = row["step"]
+        self._inner.row(row)
+
+    def note(self, text: str) -> None:
+        if self._started:
+            self._write(text)
+        else:
+            self._waiting.append(text)
+        self._inner.note(text)
+
+    def sample(self, step: int, text: str) -> None:
+        self._inner.sample(step, text)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _write(self, text: str) -> None:
+        """One line, for people to share; that it cannot be written is no reason to stop."""
+        append_log(json.dumps({"step": self._step, "note": shareable(text)}) + "\n", self._path)
 
 
 class Lines(View):

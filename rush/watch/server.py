@@ -32,7 +32,7 @@ from rush.watch.catalog import Catalog, Entry
 from rush.watch.live_run import LiveRun, Seen
 
 MOST_CHOSEN = 12
-READ = ("recipe.toml", "metrics.jsonl", "samples.jsonl", "machine.json", "failure.json")
+READ = ("recipe.toml", "metrics.jsonl", "samples.jsonl", "machine.json", "failure.json", "notes.jsonl")
 """What the page of a run is drawn from."""
 MOST_LIVE = 64
 MOST_CONNECTIONS = 256

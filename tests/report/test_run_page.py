@@ -109,13 +109,16 @@ def test_hostile_names_and_samples_are_text(tmp_path: Path) -> None:
     folder = tmp_path / "<script>alert(0)<"
     write_run(folder, rows=30, samples=[{"step": 30, "prompt": ATTACK, "text": ATTACK, "why": ATTACK}],
               machine={"device": ATTACK, "devices": [{"name": ATTACK}]})  # fmt: skip
+    (folder / "notes.jsonl").write_text(json.dumps({"step": 1, "note": ATTACK}) + "\n")
     page = run_page(read_run(folder))
     assert page.count("<script>") == 1  # our own
     assert "<img" not in page
     assert "&lt;script&gt;alert(1)" in page
 
 
-@pytest.mark.parametrize("spoiled", ["metrics.jsonl", "samples.jsonl", "machine.json", "recipe.toml"])
+@pytest.mark.parametrize(
+    "spoiled", ["metrics.jsonl", "samples.jsonl", "machine.json", "recipe.toml", "notes.jsonl"]
+)
 def test_a_damaged_file_costs_its_part_and_not_the_page(tmp_path: Path, spoiled: str) -> None:
     folder = write_run(tmp_path / "run", rows=30)
     with open(folder / spoiled, "ab") as file:
@@ -167,9 +170,13 @@ def test_a_real_run_writes_its_page_when_interrupted_and_ends_well_where_it_cann
     view = Interrupting()
     assert rush.train(out=out, resume=True, view=view).summary.step == 4
     assert "page was not written" in view.notes[-1]
+    said = [json.loads(line) for line in (out / "notes.jsonl").read_text().splitlines()]
+    resumed = f"Resuming from step-{stopped.step:06d}."
+    assert {"step": stopped.step, "note": resumed} in said
     (out / "report.html").rmdir()
     assert rush.write_report(out) == out / "report.html"
     assert "tiny finished at step 4 of 4" in (out / "report.html").read_text()
+    assert resumed in (out / "report.html").read_text()
     with pytest.raises(RecipeError, match="already holds a run"):
         rush.train(str(recipe), out=out, view=view)
 

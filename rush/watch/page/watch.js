@@ -425,12 +425,13 @@
       const cells = (line) => [line[0] ?? "", line[1] === null ? "–" : short(line[1]), line[2] === null ? "" : `×${line[2].toPrecision(3)}`,
         line[3] === null ? "" : size(line[3]), line[4] ?? ""];
       const head = element("tr", {}, ...columns.map((name) => element("th", { scope: "col" }, name)));
-      const body = lines.map((line) => element("tr", {}, ...cells(line).map((cell, at) => element(at ? "td" : "th", {}, cell))));
-      const table = element("table", {}, element("thead", {}, head), element("tbody", {}, ...body));
+      const cell = (text, at) => (at ? element("td", { class: at === 4 ? "prose" : "", "data-label": columns[at] }, text) : element("th", { scope: "row" }, text));
+      const body = lines.map((line) => element("tr", {}, ...cells(line).map(cell)));
+      const table = element("table", { class: "stackable" }, element("thead", {}, head), element("tbody", {}, ...body));
       const link = element("a", { href: `page?id=${encodeURIComponent(id)}`, target: "_blank", rel: "noopener" }, "its page");
       return element("section", { class: "record" },
         element("h2", {}, element("span", { class: "name" }, one.name), element("span", { class: `state ${one.status}` }, one.status)),
-        element("p", { class: "fine" }, `${one.what} so far · `, link),
+        element("p", { class: "fine" }, `${one.what}${one.finished ? "" : " so far"} · `, link),
         element("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": one.name }, table));
     }));
   }
