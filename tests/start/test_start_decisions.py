@@ -243,7 +243,7 @@ def test_any_shape_is_a_published_size_with_the_fields_that_differ(size: str) ->
     assert named_shape(SIZES[size]) == (size, {})
     shape = replace(SIZES[size], num_layers=3, vocab_size=997)
     if shape.rope_theta is not None:
-        shape = replace(shape, window=None if shape.window else 96, rope_scaling=None)
+        shape = replace(shape, window=None if shape.window is None else 96, rope_scaling=None)
     name, overrides = named_shape(shape)
     tree = {"model": {"name": name, "shape": overrides}, "batch": {"micro": 1, "sequence": 64}, "optimizer": {"lr": 1e-3},
             "schedule": {"steps": 1}}  # fmt: skip
