@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from rush.cli.options import Json
-from rush.cli.output import echo, print_json
-from rush.errors import RecipeError
+from rush.cli.output import echo, note, print_json
+from rush.errors import RecipeError, RushError
 
 
 def report(
@@ -41,10 +41,19 @@ def report(
         raise RecipeError(
             f"--out names one page, but {len(folders)} folders were given; name one folder, or leave --out out."
         )
-    pages = {}
+    pages: dict[str, str] = {}
+    refused: list[RushError] = []
     for folder in folders:
-        pages[str(folder)] = str(write_report(folder, out))
+        try:
+            pages[str(folder)] = str(write_report(folder, out))
+        except RushError as error:  # one of many: the others are drawn all the same
+            refused.append(error)
+            continue
         if not json:
             echo(pages[str(folder)])
     if json:
         print_json(pages)
+    for other in refused[1:]:
+        note(str(other))
+    if refused:
+        raise refused[0]

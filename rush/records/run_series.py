@@ -25,7 +25,8 @@ MOST_VALIDATIONS = 1000
 MOST_RECENT = 50
 """The final loss is a mean over a tenth of the steps, and at most so many, as in the summary of a run."""
 FIGURES = (
-    "loss", "grad_norm", "lr", "tokens_per_s", "trained_per_s", "mfu", "ceiling_fraction", "memory_bytes", "epoch",
+    "loss", "grad_norm", "lr", "tokens_per_s", "trained_per_s", "mfu", "ceiling_fraction", "memory_bytes", "epoch", "padding",
+    "accuracy",
 )  # fmt: skip
 
 

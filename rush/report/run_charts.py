@@ -40,6 +40,8 @@ FIGURES = (
     Figure("memory_bytes", "Memory", "in use after a step", "B"),
     Figure("lr", "Learning rate", "learning rate", ""),
     Figure("grad_norm", "Gradient norm", "global gradient norm", ""),
+    Figure("accuracy", "Preference accuracy", "pairs in which the chosen answer wins", "%"),
+    Figure("padding", "Padding", "of the tokens", "%"),
     Figure("epoch", "Passes over the data", "passes", ""),
 )
 

@@ -90,7 +90,7 @@ class Watch:
             return None
         try:
             return page_of(entry.path)
-        except RushError:
+        except (RushError, OSError):
             return None
 
 
@@ -175,10 +175,16 @@ class Handler(BaseHTTPRequestHandler):
         self._respond()
 
     def _respond(self) -> None:
-        refused = self._refusal()
+        try:
+            refused = self._refusal()
+            if refused is None:
+                self._answer()
+        except ValueError:  # an address that is none, or with too many fields
+            refused = HTTPStatus.BAD_REQUEST
         if refused is not None:
             self._send(refused, "text/plain", f"{refused.phrase}\n".encode())
-            return
+
+    def _answer(self) -> None:
         parts = urlsplit(self.path)
         name = parts.path.split("/", 2)[2]
         query = parse_qs(parts.query, max_num_fields=64)

@@ -11,6 +11,7 @@ import pytest
 from rush.cli import main
 from rush.errors import RecipeError
 from rush.report.compare_runs import compare_runs, run_comparison_page
+from tests.explain import made_up as explanations
 from tests.report import made_up
 from tests.report.browser import Browser
 from tests.report.made_up_run import write_run
@@ -110,8 +111,14 @@ def test_every_kind_of_folder_is_drawn_again(
         str(tmp_path / "ladder" / "report.html"),
     ]
     assert "This ladder is not finished" in (tmp_path / "ladder" / "report.html").read_text()
-    assert run_command("report", str(tmp_path)) == 3
+    (tmp_path / "why").mkdir()
+    record = explanations.record("memory", explanations.memory())
+    (tmp_path / "why" / "explain.json").write_text(json.dumps(record))
+    assert (
+        run_command("report", str(tmp_path), str(tmp_path / "why")) == 3
+    )  # the other one is drawn all the same
     assert "holds no record" in capsys.readouterr().err
+    assert "<svg" in (tmp_path / "why" / "report.html").read_text()
     assert run_command("report", *map(str, runs), "--out", "x.html") == 2
 
 

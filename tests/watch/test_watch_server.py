@@ -6,8 +6,12 @@ import http.client
 import json
 import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +20,7 @@ from urllib.parse import quote, urlencode
 
 import pytest
 
+from rush.cli import main
 from rush.errors import MachineError
 from rush.watch import catalog
 from rush.watch.server import Server
@@ -296,6 +301,14 @@ def test_lines_that_are_no_http_are_refused_without_repeating_them(server: Serve
         assert b"script" not in answer.split(b"\r\n\r\n", 1)[-1]
 
 
+def test_an_address_that_is_none_is_a_bad_request(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as link:
+        link.sendall(f"GET http://[/ HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
+        assert link.recv(4096).startswith(b"HTTP/1.1 400 ")
+    assert ask(server, f"api/live?{'&'.join(f'run={n}' for n in range(100))}")[0] == 400
+    assert ask(server, "api/live?run=%ff%fe&seen=...&have=%00")[0] == 200
+
+
 def test_a_request_with_a_body_is_refused_and_its_body_is_no_second_request(server: Server) -> None:
     inner = f"GET /{server.token}/ HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as link:
@@ -366,3 +379,25 @@ def test_a_hundred_runs_are_listed_by_the_ends_of_their_files_and_read_once(
 def test_a_port_that_is_taken_is_one_sentence(server: Server, runs: Path) -> None:
     with pytest.raises(MachineError, match=f"127.0.0.1:{server.port}: .*--port"):
         Server([runs], server.port)
+
+
+def test_the_command_prints_its_address_and_ends_with_ctrl_c(runs: Path) -> None:
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from rush.cli import main; main()"
+    words = [sys.executable, "-c", code, "watch", str(runs)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[-1]
+        with urllib.request.urlopen(f"{url}api/live", timeout=20) as answer:
+            assert len(json.load(answer)["list"]) == 3
+        process.send_signal(signal.SIGINT)
+        assert "Stopped watching" in process.stdout.read()
+    assert process.returncode == 0
+
+
+def test_a_folder_that_is_not_there_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["watch", str(tmp_path / "nothing")])
+    assert left.value.code == 2
+    assert "there is no folder" in capsys.readouterr().err

@@ -13,6 +13,8 @@
     { key: "memory_bytes", title: "Memory", format: size, binary: true },
     { key: "lr", title: "Learning rate", format: short },
     { key: "grad_norm", title: "Gradient norm", format: short },
+    { key: "accuracy", title: "Preference accuracy", format: percent },
+    { key: "padding", title: "Padding", format: percent },
     { key: "epoch", title: "Passes over the data", format: short },
   ];
   const byId = (id) => document.getElementById(id);
