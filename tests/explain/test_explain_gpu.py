@@ -13,6 +13,7 @@ from rush.explain.records import Explanation, explain, make
 from rush.hardware import probe
 
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.gpu,
     # Compilers and libraries give advice (tensor cores, hashing, first use of a profiler), other on every version.
     pytest.mark.filterwarnings("ignore::UserWarning"),

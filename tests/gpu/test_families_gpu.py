@@ -94,10 +94,15 @@ def test_a_kernel_attends_as_plain_attention_does(kernel: Any, form: AttentionFo
     given, ids = draw(), documents() if packed else None
     wanted = gradients(PlainAttention(form), tuple(x.float() for x in given), ids)
     found = gradients(core, given, None if ids is None else document_form(ids, starts(ids)))
+    # With a window of one key the gradients of queries and keys are zero: those are held against the largest.
+    least = 1e-3 * max(other.norm() for other in wanted)
     for one, other in zip(found, wanted, strict=True):
-        assert float((one - other).norm() / other.norm()) < 0.01
+        assert float((one - other).norm() / other.norm().clamp_min(least)) < 0.01
     if form.window is not None:
         planted = gradients(
             PlainAttention(replace(form, window=form.window + 1)), tuple(x.float() for x in given), ids
         )
-        assert any(float((a - b).norm() / b.norm()) > 0.02 for a, b in zip(found, planted, strict=True))
+        assert any(
+            float((a - b).norm() / b.norm().clamp_min(least)) > 0.02
+            for a, b in zip(found, planted, strict=True)
+        )

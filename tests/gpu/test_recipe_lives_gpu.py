@@ -27,8 +27,8 @@ from rush.hardware import probe
 from rush.lab.life.life import EVERY, LifeResult, Lives, short
 from rush.lab.trial.starter import COMMANDS, Starter
 from rush.ready import RECIPES
-from rush.recipe_io import changed, load_recipe
-from tests.gpu.card_shares import card_shares
+from rush.recipe_io import changed
+from tests.gpu.card_shares import card_share
 from tests.lives.ready_recipes import FEW, Lived, LocalData, as_far_as_it_runs, as_published, shallow
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -115,16 +115,16 @@ def _live(lived: Lived, starter: Starter, place: Path, data: LocalData, **change
 
 @pytest.mark.parametrize("lived", [_reduced(name) for name in RECIPES.names()], ids=lambda lived: lived.id)
 def test_a_ready_recipe_lives_on_a_gpu(lived: Lived, starter: Starter, place: Path, data: LocalData) -> None:
-    with card_shares():
+    with card_share():
         assert _live(lived, starter, place, data).problem is None
 
 
+@pytest.mark.alone
 def test_llama_3_2_1b_fp8_lives_in_its_whole_depth(starter: Starter, place: Path, data: LocalData) -> None:
-    recipe = load_recipe("llama-3.2-1b-fp8")
+    recipe = as_published("llama-3.2-1b-fp8")
     lived = Lived("llama-3.2-1b-fp8", recipe, ())
     if not TRUE_BATCH:  # it shares the card with other tests
         recipe = changed(recipe, {"batch": {"micro": 4, "sequence": recipe.batch.sequence}})
         lived = replace(lived, recipe=recipe, reduced=("micro batches of 4 of 16 sequences",))
     steps = {"schedule.steps": 8, "run.save_every": 4, "run.validate_every": 4, "run.sample_every": 4}
-    with card_shares(3):
-        assert _live(lived, starter, place, data, **steps).problem is None
+    assert _live(lived, starter, place, data, **steps).problem is None

@@ -167,6 +167,7 @@ def test_the_rate_of_a_run_is_a_number_or_a_message(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_a_gpu_the_ceilings_lie_below_the_datasheet_and_in_the_right_order(tmp_path: Path) -> None:
     from rush.hardware import datasheet_peak
 

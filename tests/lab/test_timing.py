@@ -84,6 +84,7 @@ def test_a_sample_of_several_steps_is_their_mean(small_recipe: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_a_gpu_samples_add_up_to_the_time_of_training() -> None:
     """Long steps of few kernels: the device is never without work, and what is timed is what a clock on the wall says."""
     recipe = load_recipe(

@@ -19,7 +19,7 @@ from tests.evaluate.long_held_out import long_recipe, write_answers
 from tests.new_process import in_new_process
 from tests.training.small_runs import rows, rush_alone
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 def test_a_validation_that_does_not_fit_runs_in_pieces_to_the_same_loss(

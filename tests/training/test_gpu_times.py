@@ -10,7 +10,7 @@ import pytest
 
 from tests.training.small_runs import rush_alone, small_recipe, write_corpus
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 def test_a_step_before_a_pause_takes_as_long_as_the_others(tmp_path: Path) -> None:
