@@ -70,8 +70,8 @@ ONE_END, TWICE = "a tied embedding learns from one end only", "a stage's loss sc
 @cache
 def one_rank(family: str, techniques: tuple[str, ...], more: tuple[str, ...]) -> Result:
     if not (techniques or more):
-        return test_sameness.one_rank(family)
-    found: Result = on_ranks(1, learn, family, {}, techniques, 20, "", more)[0]
+        return test_sameness.one_rank(family, test_sameness.MORE_STEPS)
+    found: Result = on_ranks(1, learn, family, {}, techniques, test_sameness.MORE_STEPS, "", more)[0]
     return found
 
 
@@ -79,7 +79,16 @@ def one_rank(family: str, techniques: tuple[str, ...], more: tuple[str, ...]) ->
 def ranks(family: str, name: str) -> list[Result]:
     layout, techniques, more = LAYOUTS[name]
     return together(
-        on_ranks(int(np.prod(list(layout.values()))), learn, family, layout, techniques, 20, "", more)
+        on_ranks(
+            int(np.prod(list(layout.values()))),
+            learn,
+            family,
+            layout,
+            techniques,
+            test_sameness.MORE_STEPS,
+            "",
+            more,
+        )
     )
 
 
