@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rush.cli.options import Overrides, RecipeName
+from rush.cli.options import ExtraTechniques, Overrides, RecipeName
 from rush.errors import RecipeError
 from rush.files import write_atomic
 
@@ -62,6 +62,7 @@ def launch(
         list[str] | None,
         typer.Option(help="Environment variable for every rank, NAME=VALUE. May be repeated."),
     ] = None,
+    technique: ExtraTechniques = None,
 ) -> None:
     """Write a Slurm batch script or a Kubernetes manifest that trains a recipe, with requeue and resume.
 
@@ -76,24 +77,36 @@ def launch(
     """
     if slurm == k8s:
         raise RecipeError("choose one of --slurm and --k8s.")
+    files = [path.expanduser().resolve() for path in technique or []]
+    if files and k8s:
+        raise RecipeError(
+            f"--technique names a file of this machine ({files[0]}), which the pods do not have; install a package with the entry "
+            "point rush.techniques into the image instead (CONTRIBUTING.md)."
+        )
 
     from rush.clusters import Job, check_nodes, manifest, script
     from rush.ready import short_name
     from rush.recipe_io import load_recipe
     from rush.techniques import check_recipe
+    from rush.techniques.api.own_files import added
 
     changes = list(overrides or [])
-    chosen = load_recipe(recipe, changes, auto=True)
-    check_nodes(chosen, nodes, gpus_per_node)
-    if not chosen.auto:  # otherwise the ranks choose the micro batch first
-        check_recipe(chosen)
+    with added(files):
+        chosen = load_recipe(recipe, changes, auto=True)
+        check_nodes(chosen, nodes, gpus_per_node)
+        if not chosen.auto:  # otherwise the ranks choose the micro batch first
+            check_recipe(chosen)
     label = name or short_name(recipe)
     file = recipe.endswith(".toml")
     folder = run or (f"/shared/runs/{label}" if k8s else str(Path("runs").resolve() / label))
     job = Job(
         name=label,
         recipe=chosen,
-        words=(str(Path(recipe).resolve()) if file else recipe, *changes),
+        words=(
+            str(Path(recipe).resolve()) if file else recipe,
+            *changes,
+            *(word for path in files for word in ("--technique", str(path))),
+        ),
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         run_folder=folder,

@@ -91,11 +91,34 @@ def test_plan_and_probe_take_a_file(
         assert NAME in told.out
 
 
+def test_a_job_for_slurm_takes_a_file_and_pods_cannot(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch", "tiny", f"techniques=['{NAME}']", "layout.ddp=2", "--gpus-per-node", "2", "--out", "-"]
+    with pytest.raises(SystemExit) as done:
+        main([*words, "--slurm", "--technique", str(FILE)])
+    told = capsys.readouterr()
+    assert done.value.code == 0, told.err
+    assert f"--technique {FILE}" in told.out
+    with pytest.raises(SystemExit) as refused:
+        main([*words, "--k8s", "--technique", str(FILE)])
+    assert refused.value.code == 2
+    assert "which the pods do not have" in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_example_in_contributing_is_the_file_that_is_tested() -> None:
     assert f"```python\n{FILE.read_text()}```" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
-COMMANDS = [["train"], ["tune"], ["plan"], ["probe"], ["overfit"], ["ladder"], ["scale"], ["bench", "models"]]
+COMMANDS = [
+    ["train"],
+    ["tune"],
+    ["plan"],
+    ["probe"],
+    ["overfit"],
+    ["ladder"],
+    ["scale"],
+    ["bench", "models"],
+    ["launch"],
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
