@@ -115,11 +115,12 @@ def test_a_layer_norm_of_liger_that_adds_with_atomics_is_refused(
         assert check_recipe(recipe)
 
 
-def played(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> tuple[Tensor, Tensor]:
+def played(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     """What cuDNN's operator gives: the output, and the natural log of every query's sum, [b, h, t, 1]."""
     groups = q_bhtd.shape[1] // k_bktd.shape[1]
     k, v = (tensor.repeat_interleave(groups, 1).double() for tensor in (k_bktd, v_bktd))
-    scores = q_bhtd.double() @ k.transpose(-1, -2) / math.sqrt(q_bhtd.shape[-1])
+    scale = q_bhtd.shape[-1] ** -0.5 if scale is None else scale
+    scores = q_bhtd.double() @ k.transpose(-1, -2) * scale
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
     scores = scores.masked_fill(~seen, -math.inf)
     out = (scores.softmax(-1) @ v).to(q_bhtd.dtype)

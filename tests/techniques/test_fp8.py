@@ -147,7 +147,7 @@ def _loss_and_gradients(loss: torch.Tensor, *inputs: torch.Tensor) -> tuple[torc
 
 
 def test_gpt2_keeps_its_own_mlp() -> None:
-    with pytest.raises(MachineError, match="it needs a Llama and recipe tensorwise"):
+    with pytest.raises(MachineError, match="it needs an MLP with SwiGLU and recipe tensorwise"):
         check(recipe_of(ONE_MLP, name="tiny"), probe("cpu"))
 
 

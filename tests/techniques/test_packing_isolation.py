@@ -21,7 +21,7 @@ from rush.data.packing import BestFit, Flatten, Packing, in_order
 from rush.models import Decoder
 from rush.techniques.api.evidence import compile_counts
 from rush.techniques.api.seams import set_attention_core
-from rush.techniques.attention.flex_attention import DocumentMask, FlexCore
+from rush.techniques.attention.flex_attention import DocumentMask, FlexCore, Masks
 from tests.techniques.tiny_runs import TextDocuments, make_run
 
 pytestmark = pytest.mark.filterwarnings(
@@ -199,7 +199,7 @@ def flex_model(kernel: Callable[..., Tensor]) -> Decoder:
 
     model = model_of()
     causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, 32, 32, device="cpu")
-    set_attention_core(model, lambda: FlexCore(kernel, causal), DocumentMask())
+    set_attention_core(model, lambda form: FlexCore(kernel, Masks(causal), form), DocumentMask())
     return model
 
 
@@ -254,7 +254,7 @@ def test_blocks_of_the_mask_match_the_mask_function(length: int, borders: list[i
     documents_bt = torch.zeros(2, length, dtype=torch.int64)
     documents_bt[0, borders] = 1
     documents_bt = documents_bt.cumsum(1)
-    mask = DocumentMask()(documents_bt, None)
+    mask = DocumentMask()(documents_bt, None).whole
     dense = mask.to_dense()[:, 0].bool()
     visible = documents_bt[:, :, None] == documents_bt[:, None, :]
     visible &= torch.ones(length, length, dtype=torch.bool).tril()
