@@ -146,15 +146,22 @@ def ladder_table(progress: LadderProgress) -> Table:
     from rich.text import Text
 
     record = progress.record
-    table = Table(title=_title(progress), title_justify="left", caption=_caption(record), box=box.SIMPLE_HEAD)
+    table = Table(
+        title=_title(progress),
+        title_justify="left",
+        caption=_caption(record),
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
     kind = "trained/s" if record.get("counted") == "trained" else "tokens/s"
-    for column in ("rung", kind, "± 95 %", "gain", "cumulative", "memory", "verdict"):
+    for column in ("rung", f"{kind} ± 95 %", "gain", "cumulative", "memory", "verdict"):
         justify: Any = "left" if column in ("rung", "verdict") else "right"
-        table.add_column(column, justify=justify)
+        # Wide enough at 80 columns that no word of a rung's name is cut.
+        table.add_column(column, justify=justify, overflow="fold", min_width=15 if column == "rung" else None)
     for rung in record["rungs"]:
         table.add_row(*(Text(cell) for cell in _row(rung)))
     if progress.doing is not None and all(rung["name"] != progress.doing for rung in record["rungs"]):
-        table.add_row(Text(progress.doing), *[Text("…")] * 6)
+        table.add_row(Text(progress.doing), *[Text("…")] * 5)
     return table
 
 
@@ -164,8 +171,7 @@ def _row(rung: RungRecord) -> list[str]:
     spread = (speed["ci95"][1] - speed["ci95"][0]) / 2 if speed else 0.0
     return [
         rung["title"],
-        f"{speed['median']:,.0f}" if speed else "",
-        f"{spread:,.0f}" if speed else "",
+        f"{speed['median']:,.0f} ± {spread:,.0f}" if speed else "",
         f"{100 * (gain['ratio'] - 1):+.1f} %" if gain else "",
         f"×{total['ratio']:.2f}" if total else "",
         f"{memory / 2**30:.2f} GiB" if memory else "",

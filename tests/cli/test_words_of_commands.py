@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from rush.cli import app
+from rush.cli.ladder import ladder_table
 from rush.cli.options import complete_key, complete_ladder, with_data
 from rush.errors import RecipeError
+from rush.lab.ladder.climb import LadderProgress
 from rush.ready import LADDERS, RECIPES
 from rush.recipe_io import load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_data_stands_for_two_overrides() -> None:
@@ -46,3 +53,16 @@ def test_names_are_never_split_at_80_columns(command: list[str], monkeypatch: py
     assert max(map(len, lines)) <= 80
     first = {re.split(r"\s", line)[0] for line in lines}
     assert set((RECIPES if command == ["recipes"] else LADDERS).names()) <= first
+
+
+def test_no_word_of_a_ladders_table_is_cut_at_80_columns() -> None:
+    record = json.loads((ROOT / "results" / "ladder-tiny-x86" / "ladder.json").read_text())
+    progress = LadderProgress(record, done=1, total=1, doing=None, seconds_left=None)
+    console = Console(width=80, file=io.StringIO())
+    console.print(ladder_table(progress))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    words = {word for rung in record["rungs"] for word in f"{rung['title']} {rung['verdict']}".split()}
+    assert words <= set(shown.split())
