@@ -16,8 +16,8 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-ladder: $(VENV)/.run ## measure what each technique gains on this machine (a few minutes on two cores), with a report
-	$(BIN)/rush ladder tiny
+ladder: $(VENV)/.run ## measure what each technique gains on this machine (at most ten minutes), with a report
+	$(BIN)/rush ladder here
 
 train: $(VENV)/.run ## train a small model on this machine and see it learn (a few minutes on two cores)
 	$(BIN)/rush train tiny

@@ -263,13 +263,19 @@ def run_ladder(
     watch: LadderWatch | None = None,
     note: Note = _quiet,
 ) -> LadderResult:
-    """Measure a ladder, or resume the one in `out`; writes its record, its report and the recipes it leads to."""
+    """Measure a ladder (`here`: the one for this machine), or resume the one in `out`; writes its record, its report and the
+    recipes it leads to.
+    """
     from rush.lab.ladder.climb import climb
+    from rush.lab.ladder.here import HERE, ladder_here
     from rush.lab.ladder.ladder_file import load_ladder
     from rush.lab.ladder.proven import write_proven
 
     if view not in VIEWS:
         raise RecipeError(f"--view is {view!r}; allowed: {', '.join(VIEWS)}.")
+    if str(ladder) == HERE:
+        ladder, reason = ladder_here()
+        note(reason)
     plan = load_ladder(str(ladder), overrides)
     folder = Path(out) if out is not None else Path("runs") / f"ladder-{plan.name}"
     pages = [folder, folder / "alone", folder / "left_out"] if view == "all" else [folder]

@@ -28,7 +28,7 @@ def ladder(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A ladder's name (tiny, gpt2-124m, …) or .toml file. Without one: the list of them.",
+            help="A ladder's name (tiny, gpt2-124m, …) or .toml file; here: the one for this machine. Without one: the list of them.",
             autocompletion=complete_ladder,
         ),
     ] = None,
@@ -52,6 +52,8 @@ def ladder(
 
     Examples:
 
+      rush ladder here
+
       rush ladder tiny
 
       rush ladder llama-3.2-1b --out results/llama-1b --view all
@@ -66,8 +68,12 @@ def ladder(
         raise RecipeError(f"rush ladder needs a ladder's name before {name!r}: {', '.join(LADDERS.names())}.")
 
     from rush.api import run_ladder
+    from rush.lab.ladder.here import HERE, ladder_here
     from rush.lab.ladder.ladder_file import load_ladder
 
+    if name == HERE:
+        name, reason = ladder_here()
+        note(reason)
     planned = load_ladder(name, changes)
     folder = out or Path("runs") / f"ladder-{planned.name}"
     notes = (lambda text: None) if json else note
@@ -93,7 +99,7 @@ def _list_ladders(json: bool) -> None:
         print_json([{"name": name, "about": about} for name, about in found.items()])
         return
     print_table(["ladder", "what it climbs"], [[name, about] for name, about in found.items()])
-    next_step("rush", "ladder", "tiny", why="a few minutes, on any machine")
+    next_step("rush", "ladder", "here", why="the one for this machine, in a few minutes")
 
 
 def _say_next(folder: Path, recipe: str) -> None:
@@ -159,7 +165,8 @@ def ladder_table(progress: LadderProgress) -> Table:
         # Wide enough at 80 columns that no word of a rung's name is cut.
         table.add_column(column, justify=justify, overflow="fold", min_width=15 if column == "rung" else None)
     for rung in record["rungs"]:
-        table.add_row(*(Text(cell) for cell in _row(rung)))
+        if rung["verdict"] != "unsupported":
+            table.add_row(*(Text(cell) for cell in _row(rung)))
     if progress.doing is not None and all(rung["name"] != progress.doing for rung in record["rungs"]):
         table.add_row(Text(progress.doing), *[Text("…")] * 5)
     return table
@@ -191,6 +198,7 @@ def _title(progress: LadderProgress) -> str:
 
 def _caption(record: LadderRecord) -> str | None:
     lines = [
+        *_unable(record),
         *_drift(record),
         *_disturbed(record),
         *_paired(record),
@@ -198,6 +206,12 @@ def _caption(record: LadderRecord) -> str | None:
         *map(_length, record["sequence_limits"] or ()),
     ]
     return "\n".join(lines) or None
+
+
+def _unable(record: LadderRecord) -> list[str]:
+    """The rungs that cannot run here, in one line: the report has the reasons."""
+    names = [rung["title"] for rung in record.get("rungs", ()) if rung.get("verdict") == "unsupported"]
+    return [f"cannot run here: {', '.join(names)}"] if names else []
 
 
 def _length(limit: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 
 def complete_ladder(incomplete: str) -> list[str]:
-    return [name for name in LADDERS.names() if name.startswith(incomplete)]
+    return [name for name in ("here", *LADDERS.names()) if name.startswith(incomplete)]
 
 
 def complete_key(incomplete: str) -> list[str]:

@@ -297,6 +297,16 @@ class LadderView:
         """What a speed is."""
         return "trained tokens per second" if self.trained else "tokens per second"
 
+    @property
+    def able(self) -> tuple[RungView, ...]:
+        """The rungs that this machine can run: what the eye is led to."""
+        return tuple(rung for rung in self.rungs if rung.verdict != "unsupported")
+
+    @property
+    def unable(self) -> tuple[RungView, ...]:
+        """The rungs that cannot run here: named apart, with their reasons."""
+        return tuple(rung for rung in self.rungs if rung.verdict == "unsupported")
+
     def rung(self, name: str | None) -> RungView | None:
         return next((rung for rung in self.rungs if rung.name == name), None)
 

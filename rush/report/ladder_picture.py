@@ -45,7 +45,7 @@ def write_picture(ladder_json: Path, svg: Path) -> None:
 def ladder_picture(ladder: LadderView) -> str:
     top = top_speed([rung.speed for rung in ladder.rungs])
     memory = top_memory(ladder.rungs)
-    height = HEAD + ROW * len(ladder.rungs) + 16
+    height = HEAD + ROW * len(ladder.able) + 16
     title = f"{ladder.name} on {headlines.machine_name(ladder.machine)}"
     marks = [
         tag("style", Markup(STYLE)),
@@ -58,7 +58,7 @@ def ladder_picture(ladder: LadderView) -> str:
         (VERDICT_X, "verdict"),
     ):
         marks.append(tag("text", word, class_="soft", x=x, y=HEAD - 16))
-    for at, rung in enumerate(ladder.rungs):
+    for at, rung in enumerate(ladder.able):
         marks += _row(rung, HEAD + ROW * at, top, memory)
     return svg_file(f"Ladder {ladder.name}. {headlines.headline(ladder)}", WIDTH, height, *marks)
 

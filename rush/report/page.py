@@ -65,7 +65,7 @@ def report_page(ladder: LadderView) -> str:
                 ),
                 bars.memory_bar(rung.peak_memory_bytes, memory, rung.title),
             )
-            for rung in ladder.rungs
+            for rung in ladder.able
         ],
         batch=curves.batch_curves(ladder.batch_curve, ladder.batch_stops_paying_at),
         sequence_rows=[limit_rows(row) for row in ladder.sequence_limits],
@@ -81,7 +81,7 @@ def report_page(ladder: LadderView) -> str:
         claim_axis=claim_axis,
         claims=checked,
         lines=_recipe_lines(ladder),
-        used_verdicts=[name for name in headlines.VERDICTS if any(r.verdict == name for r in ladder.rungs)],
+        used_verdicts=[name for name in headlines.VERDICTS if any(r.verdict == name for r in ladder.able)],
     )
 
 

@@ -229,7 +229,12 @@ def test_a_disturbed_process_is_told_on_the_page_and_in_the_terminal(tmp_path: P
     assert "disturbed" not in report_page(ladder(BASE))
     once = replace(BASE, disturbed=DisturbedView(0.6, 0))
     assert headlines.disturbed_words(once).endswith("it is in no interval.")
-    row = {"title": "Base", "gain": None, "disturbed": {"process": 1, "ratio": 0.6, "again": 1}}
+    row = {
+        "title": "Base",
+        "verdict": "baseline",
+        "gain": None,
+        "disturbed": {"process": 1, "ratio": 0.6, "again": 1},
+    }
     record: Any = {"drift": None, "sequence_limits": None, "rungs": [row]}
     assert _caption(record) == "Base: one process was disturbed (0.60 of the others), measured again"
     assert _caption({**record, "rungs": [{**row, "disturbed": None}]}) is None
@@ -280,3 +285,16 @@ def test_the_finest_test_a_rung_passed_is_named_where_the_record_has_it(
     parity: ParityView, said: str
 ) -> None:
     assert headlines.finest_words(parity).replace("\N{NO-BREAK SPACE}", " ").replace("1.20", "1.2") == said
+
+
+def test_what_cannot_run_here_is_named_once_and_apart() -> None:
+    barred = replace(rung(2, "unsupported", 1.0), status="unsupported", speed=None, reason="It needs a GPU.")
+    page = report_page(ladder(BASE, barred, rung(3, "equal and faster", 1500, UP)))
+    assert "1 rung cannot run here: Rung 2</summary>" in page.replace("\N{NO-BREAK SPACE}", " ")
+    assert page.count("It needs a GPU.") == 1
+    assert page.count('class="rung"') == 2
+    assert "cannot run here" not in report_page(ladder(BASE, rung(2, "equal and faster", 1500, UP)))
+    record = json.loads((RESULTS / "ladder-tiny-x86" / "ladder.json").read_text())
+    assert not any("cannot run here" in line for line in (_caption(record) or "").splitlines())
+    record["rungs"][3] |= {"verdict": "unsupported", "title": "our attention"}
+    assert (_caption(record) or "").splitlines()[0] == "cannot run here: our attention"

@@ -285,7 +285,7 @@ def test_without_script_the_page_is_complete_and_shows_no_dead_button(
     assert page.evaluate(buttons) == 3 + 17
     page.call("Emulation.setScriptExecutionDisabled", value=True)
     page.reload()
-    assert page.evaluate("document.querySelectorAll('li.rung').length") == 17
+    assert page.evaluate("document.querySelectorAll('li.rung').length") == 16
     page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
     assert page.evaluate(buttons) == 0
     page.close()
