@@ -6,6 +6,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+LONG = "test_a_ready_recipe_lives_on_a_gpu"
+"""A test of minutes that waits for a share of the card. One worker with all of them would be the last for a long time."""
+
+
+@pytest.hookimpl(trylast=True)  # after `-m` has left its choice
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the long tests evenly over the others: workers start with equal parts of the list."""
+    long = [item for item in items if getattr(item, "originalname", None) == LONG]
+    if not long:
+        return
+    short = [item for item in items if item not in set(long)]
+    every = len(short) // len(long) + 1
+    items[:] = [item for n, one in enumerate(long) for item in (one, *short[n * every : (n + 1) * every])]
+
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler_and_memory() -> Iterator[None]:

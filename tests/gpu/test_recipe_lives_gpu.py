@@ -52,7 +52,7 @@ def _reduced(name: str) -> Lived:
     return shallow(Lived(name, recipe, ()), depth, vocabulary, 1 << 40 if TRUE_BATCH else TOKENS)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def starter() -> Iterator[Starter]:
     with pytest.MonkeyPatch.context() as surroundings:
         surroundings.setenv(
@@ -63,7 +63,7 @@ def starter() -> Iterator[Starter]:
         starter.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def place() -> Iterator[Path]:
     """A folder with room for checkpoints: in memory, where there is enough of it."""
     roomy = MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free > ROOM_BYTES
@@ -72,7 +72,7 @@ def place() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def data(place: Path) -> LocalData:
     return LocalData(place / "data", TEXT_BYTES, words=None)
 
