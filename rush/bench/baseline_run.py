@@ -5,8 +5,8 @@ clock are ours, the same for both sides, so that a ratio compares models and ker
 model is made from a configuration with random weights; nothing is downloaded. Conversations come one a row, filled up to the
 longest at hand, with the attention mask that every collator of the library makes.
 
-Liger patches the library the way its users do (`apply_liger_kernel_to_llama`). That rewrites names inside
-transformers for the whole process, which is why it happens only here, in a separate process.
+Liger patches the library the way its users do (`apply_liger_kernel_to_llama`, `_qwen3`, `_gemma3_text`). That rewrites
+names inside transformers for the whole process, which is why it happens only here, in a separate process.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from rush.training.optimizer import build_optimizer
 INTERESTING = (
     "rms_norm",
     "swiglu",
+    "geglu",
     "rope",
     "cross_entropy",
     "flash",
@@ -54,7 +55,8 @@ INTERESTING = (
     "dequant",
 )
 """Parts of kernel names that say which of a baseline's switches did something."""
-LIGER = ("rms_norm_forward_kernel", "swiglu_forward_kernel", "liger_cross_entropy_kernel", "triton_rope")
+LIGER = ("rms_norm_forward_kernel", "liger_cross_entropy_kernel", "triton_rope")
+LIGER_GATES = {"silu": "swiglu_forward_kernel", "gelu": "geglu_tanh_forward_kernel"}
 LIBRARIES = {
     "transformers": "transformers",
     "liger_kernel": "liger-kernel",
@@ -78,6 +80,8 @@ class BaselineOptions:
     dtype: str = "float32"
     """dtype of the weights that are not quantized."""
     with_liger: bool = False
+    attention: str = "sdpa"
+    """The library's `attn_implementation`."""
     rank: int | None = None
     """With it, PEFT's LoRA on all linear layers of the blocks, in place of full training."""
     alpha: float = 32.0
@@ -136,12 +140,12 @@ def build_baseline(recipe: Recipe, machine: Machine, options: BaselineOptions) -
     """The library's model as a run of ours."""
     device, dtype = torch.device(machine.device), getattr(torch, options.dtype)
     if options.quantized:
-        make = partial(baseline_model, recipe.shape(), torch.device("meta"), dtype)
+        make = partial(baseline_model, recipe.shape(), torch.device("meta"), dtype, options.attention)
         model = quantized_model(make, device, dtype, seed=recipe.run.seed)
     else:
-        model = baseline_model(recipe.shape(), device, dtype)
+        model = baseline_model(recipe.shape(), device, dtype, options.attention)
     if options.with_liger:
-        import_module("liger_kernel.transformers").apply_liger_kernel_to_llama(model=model)
+        apply_liger(model)
     if options.rank is not None:
         model = with_adapters(model, options.rank, options.alpha, checkpointing=options.checkpointing)
     elif options.checkpointing:
@@ -164,8 +168,19 @@ def build_baseline(recipe: Recipe, machine: Machine, options: BaselineOptions) -
     )
 
 
-def baseline_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
-    """The library's model of this shape with random weights, SDPA attention, ready to train."""
+def apply_liger(model: Any) -> None:
+    """Liger's kernels in the model, by the library's own function for its family."""
+    family = model.config.model_type
+    patch = getattr(import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{family}", None)
+    if patch is None:
+        raise RecipeError(
+            f"Liger {version('liger-kernel')} has no kernels for models of type {family}; set with_liger = false."
+        )
+    patch(model=model)
+
+
+def baseline_model(shape: Shape, device: torch.device, dtype: torch.dtype, attention: str = "sdpa") -> Any:
+    """The library's model of this shape with random weights, ready to train."""
     if shape.learned_positions or shape.attention_softcap is not None:
         raise RecipeError(
             f"a baseline of kind transformers is a model with RoPE and without soft caps, which its SDPA attention does not have; the "
@@ -178,7 +193,7 @@ def baseline_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> An
         table.pop(key)
     kind = getattr(transformers, architecture)
     config = kind.config_class(**{**table, "use_cache": False})
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = attention
     with _default_dtype(dtype), device:
         model = kind(config)
     return model.train()
@@ -232,7 +247,11 @@ def _watch(run: Run, stepper: Stepper, options: BaselineOptions) -> list[dict[st
         stepper()
     names = {event.key for event in profile.key_averages()}
     telling = sorted(name[:60] for name in names if any(part in name.lower() for part in INTERESTING))
-    wanted = [*(LIGER if options.with_liger else ()), *(["Dequantize"] if options.quantized else ())]
+    gate = LIGER_GATES[run.recipe.shape().activation]
+    wanted = [
+        *((*LIGER, gate) if options.with_liger else ()),
+        *(["Dequantize"] if options.quantized else ()),
+    ]
     missing = [part for part in wanted if not any(part in name for name in names)]
     what = f"did not run: {', '.join(missing)}" if missing else f"ran {', '.join(telling)[:600]}"
     return [{"technique": "baseline", "took_effect": not missing, "what": what}]

@@ -53,8 +53,8 @@ QLORA = BaselineOptions(rank=4, alpha=8, quantized=True, checkpointing=True)
 CPU = torch.device("cpu")
 
 
-def recipe(*techniques: str) -> Any:
-    return load_recipe("llama-tiny", [*SHAPE, f"techniques=[{', '.join(techniques)}]"])
+def recipe(*techniques: str, model: str = "llama-tiny") -> Any:
+    return load_recipe("llama-tiny", [f"model.name={model}", *SHAPE, f"techniques=[{', '.join(techniques)}]"])
 
 
 def padded() -> Batch:
@@ -101,12 +101,15 @@ def copy_weights(ours: Run, theirs: Any, *, quantized: bool) -> dict[str, str]:
     return names
 
 
+@pytest.mark.parametrize("model", ["llama-tiny", "qwen3-tiny"])
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_from_the_same_weights_both_sides_compute_the_same_loss_and_gradients(method: str) -> None:
+def test_from_the_same_weights_both_sides_compute_the_same_loss_and_gradients(
+    method: str, model: str
+) -> None:
     """The one check that can be made of the baseline's loss: a padded batch, fp32, weights copied over, B not zero."""
     if method == "qlora":
         pytest.importorskip("bitsandbytes")
-    ours = build(recipe(f"{{name='{method}', rank=4, alpha=8}}"), probe("cpu"))
+    ours = build(recipe(f"{{name='{method}', rank=4, alpha=8}}", model=model), probe("cpu"))
     with torch.no_grad():
         for name, parameter in ours.model.named_parameters():
             if name.endswith("adapter.b"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,9 +135,17 @@ def test_the_old_key_of_a_workload_s_baseline_is_still_read(tmp_path: Path) -> N
 
 
 FINE_TUNING = ["sft-3b", "lora-8b", "qlora-8b-1", "qlora-8b-4", "qlora-8b-long"]
+FAMILIES = [
+    "qwen3-1.7b",
+    "qwen3-8b-lora",
+    "qwen3-8b-qlora-1",
+    "qwen3-8b-qlora-4",
+    "gemma-3-4b",
+    "gemma-3-4b-flex",
+]
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", "llama-3.2-1b", "llama-3.1-8b", *FINE_TUNING])
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama-3.2-1b", "llama-3.1-8b", *FINE_TUNING, *FAMILIES])
 def test_the_workloads_that_ship_can_run_on_a_hopper_gpu(name: str) -> None:
     (workload,) = workloads.load_workloads([name])
     hopper = Device("NVIDIA H200", 140 * 2**30, capability=(9, 0))
@@ -153,6 +162,7 @@ def test_the_workloads_that_ship_can_run_on_a_hopper_gpu(name: str) -> None:
             r.data.vocab_size,
             r.data.shuffle,
             r.objective,
+            r.model.name,
         )
         for r in recipes
     }
@@ -176,6 +186,15 @@ def test_the_targets_of_fine_tuning_are_those_that_were_set() -> None:
         "dtype": "bfloat16", "with_liger": True, "rank": 16, "alpha": 32, "quantized": True, "checkpointing": True,
         "autocast": True,
     }  # fmt: skip
+
+
+def test_recipes_of_other_families_must_be_a_tenth_faster_and_their_adapters_no_larger() -> None:
+    for workload in workloads.load_workloads(FAMILIES):
+        full = workload.name in ("qwen3-1.7b", "gemma-3-4b", "gemma-3-4b-flex")
+        assert (workload.ours[0].at_least, workload.ours[0].memory_at_most) == (1.1, None if full else 1.0)
+        assert workload.baseline is not None
+        assert workload.baseline.options["with_liger"], workload.name
+        assert workload.baseline.recipe.shape().family in ("qwen3", "gemma3_text")
 
 
 def small_workloads(folder: Path, recipe: Path, baseline: str, ours: str = "", **measure: Any) -> Path:
@@ -306,24 +325,34 @@ def test_a_model_without_rope_is_refused_as_a_baseline_of_that_library() -> None
         baseline_model(shape, torch.device("cpu"), torch.float32)
 
 
-def baseline_with_our_weights() -> tuple[Any, Any]:
+def baseline_with_our_weights(shape: Shape, attention: str = "sdpa") -> tuple[Any, Any]:
     pytest.importorskip("transformers")
     from rush.bench.baseline_run import baseline_model
 
-    ours = build_model(SHAPE)
+    ours = build_model(shape)
     ours.init_weights(1)
-    theirs = baseline_model(SHAPE, torch.device("cpu"), torch.float32)
-    names = {exported_name(SHAPE, name): value.detach().clone() for name, value in ours.named_parameters()}
+    theirs = baseline_model(shape, torch.device("cpu"), torch.float32, attention)
+    names = {exported_name(shape, name): value.detach().clone() for name, value in ours.named_parameters()}
     missing = theirs.load_state_dict(names, strict=False)
     assert missing.unexpected_keys == []
     assert set(missing.missing_keys) <= {"lm_head.weight"}
     return ours, theirs
 
 
-def test_the_library_s_pass_gives_the_summed_loss_and_gradients_of_our_own() -> None:
+BASELINE_SHAPES = {
+    "llama": SHAPE,
+    "qwen3": dataclasses.replace(SHAPE, family="qwen3", head_dim=16),
+    "gemma3": dataclasses.replace(
+        SHAPE, family="gemma3_text", head_dim=16, window=7, window_layers=(True, False), local_rope_theta=50.0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BASELINE_SHAPES)
+def test_the_library_s_pass_gives_the_summed_loss_and_gradients_of_our_own(name: str) -> None:
     from rush.bench.baseline_run import baseline_pass
 
-    ours, theirs = baseline_with_our_weights()
+    ours, theirs = baseline_with_our_weights(BASELINE_SHAPES[name])
     tokens = torch.randint(0, 101, (2, 20), generator=torch.Generator().manual_seed(2))
     labels = tokens.roll(-1, 1)
     labels[1, 3:9] = -100
@@ -332,8 +361,30 @@ def test_the_library_s_pass_gives_the_summed_loss_and_gradients_of_our_own() -> 
     (expected * share).backward()
     found = baseline_pass(theirs)(Batch(tokens, labels), share)
     assert float(found) == pytest.approx(float(expected.detach()), rel=1e-5)
-    mine, other = ours.embedding.weight.grad, theirs.model.embed_tokens.weight.grad
-    assert float((mine - other).norm() / mine.norm()) < 1e-4
+    there = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        mine, other = parameter.grad, there[exported_name(ours.shape, name)].grad
+        assert float((mine - other).norm() / mine.norm()) < 1e-4, name
+
+
+def test_every_family_with_a_workload_gets_its_own_patch_of_liger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library needs a GPU; that its patched models compute the same is what the bench shows there."""
+    from rush.bench import baseline_run
+
+    patched: list[str] = []
+    library = SimpleNamespace(
+        apply_liger_kernel_to_qwen3=lambda model: patched.append("qwen3"),
+        apply_liger_kernel_to_gemma3_text=lambda model: patched.append("gemma3_text"),
+    )
+    monkeypatch.setattr(baseline_run, "import_module", lambda name: library)
+    monkeypatch.setattr(baseline_run, "version", lambda name: "0.8.5")
+    for family in ("qwen3", "gemma3_text"):
+        baseline_run.apply_liger(SimpleNamespace(config=SimpleNamespace(model_type=family)))
+    assert patched == ["qwen3", "gemma3_text"]
+    with pytest.raises(
+        RecipeError, match=r"Liger 0.8.5 has no kernels for models of type gpt2; set with_liger"
+    ):
+        baseline_run.apply_liger(SimpleNamespace(config=SimpleNamespace(model_type="gpt2")))
 
 
 def test_the_library_s_model_steps_in_our_loop() -> None:
