@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rush.cli.options import Json
-from rush.cli.output import echo, print_json, print_table
+from rush.cli.output import NAME, echo, folded, print_json, print_table
 from rush.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -136,9 +136,15 @@ def _ladders(folders: list[Path], out: Path | None, json: bool) -> None:
         print_json(rows)
         return
     print_table(
-        ["rung", *records],
-        [[name, *(_cell(rungs.get(name)) for rungs in found.values())] for name in names],
+        ["rung", *_titles(folders)],
+        [[folded(name, NAME), *(_cell(rungs.get(name)) for rungs in found.values())] for name in names],
     )
+
+
+def _titles(folders: list[Path]) -> list[str]:
+    """The folders' own names where they differ; otherwise their paths."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else list(dict.fromkeys(map(str, folders)))
 
 
 def _cell(rung: RungRecord | None) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +18,8 @@ from rich.table import Table
 
 from rush.errors import printable, readable
 
+NAME = 22
+"""The widest column of names; a technique's has up to 20 letters."""
 _UNESCAPED = re.compile("[\x7f-\x9f\ud800-\udfff]")
 """Control characters and halves of surrogate pairs that json.dumps writes as they are."""
 
@@ -28,6 +32,36 @@ def print_error(message: str) -> None:
 def echo(text: str = "", **style: Any) -> None:
     """A line on standard output that may hold what strangers wrote: control characters are shown, not sent."""
     typer.secho(printable(text), **style)
+
+
+def say(text: str, **style: Any) -> None:
+    """Prose on standard output, wrapped between words where the width is known: a terminal would cut names in two."""
+    console = Console()
+    if console.is_terminal or "COLUMNS" in os.environ:
+        text = "\n".join(_wrapped(line, console.width) for line in text.split("\n"))
+    echo(text, **style)
+
+
+def _wrapped(line: str, width: int) -> str:
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+    )
+
+
+def folded(name: str, width: int) -> str:
+    """A name in lines of at most this width, cut only where its parts end: between knobs and words."""
+    lines = [""]
+    for part in re.findall(r"[^\s(,]+[(,)]*\s*|\s+|[(,]", name):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def write_piece(text: str) -> None:
@@ -47,9 +81,12 @@ def print_table(columns: list[str], rows: list[list[str]], title: str | None = N
     title = None if title is None else printable(title)
     columns, rows = list(map(printable, columns)), [list(map(printable, row)) for row in rows]
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    words = [max((len(word) for row in [columns, *rows] for word in row[index].split()), default=0) for index in range(len(columns))]  # fmt: skip
+    whole = sum(words) + 2 * len(words) <= Console().width  # then no word is cut
     for index, name in enumerate(columns):
         numeric = all(row[index][:1].isdigit() or row[index] in ("", "-") for row in rows)
-        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        least = words[index] if whole else min(words[index], NAME)
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold", min_width=least)
     for row in rows:
         table.add_row(*row)
     Console().print(table, markup=False)

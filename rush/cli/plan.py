@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rush.cli.options import ExtraTechniques, Json, OptionalRecipe, Overrides
-from rush.cli.output import next_step, print_json, print_table
+from rush.cli.output import next_step, print_json, print_table, say
 from rush.cli.plan_view import show_plan
 from rush.errors import RecipeError
 
@@ -232,7 +232,7 @@ def _plan_config(
     if found.model.doubts:
         typer.secho("\nNot known to the planner, and counted as the nearest it knows", bold=True)
     for doubt in found.model.doubts:
-        typer.echo(f"  {doubt}")
+        say(f"  {doubt}")
 
 
 def count(text: str) -> float:
@@ -301,7 +301,7 @@ def _search(
     )
     typer.secho("\nRejected", bold=True)
     for line in found.lost:
-        typer.echo(f"  {line}")
+        say(f"  {line}")
     typer.echo("")
     show_plan(name, found.best[0], tokens, price)
     if html is not None:
@@ -309,7 +309,7 @@ def _search(
     typer.echo("")
     if out is None:
         if not beyond:
-            typer.echo("Next: the same with --out recipe.toml, which writes the fastest plan as a recipe.")
+            say("Next: the same with --out recipe.toml, which writes the fastest plan as a recipe.")
     elif (nodes := target.devices // target.devices_per_node) > 1:
         next_step("rush", "launch", str(out), "--nodes", str(nodes), "--gpus-per-node", str(target.devices_per_node), "--slurm")  # fmt: skip
     else:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
-from rush.cli.output import print_table
+from rush.cli.output import print_table, say
 
 if TYPE_CHECKING:
     from rush.plan import Plan
@@ -35,14 +34,14 @@ def show_plan(name: str, plan: Plan, tokens: float | None, price: float | None) 
 
     target, error = plan.target, plan.expected_error
     room = target.memory_bytes
-    typer.secho(f"{name} on {plan.spec.world:,} × {target.name}: {describe(plan.spec)}", bold=True)
+    say(f"{name} on {plan.spec.world:,} × {target.name}: {describe(plan.spec)}", bold=True)
     for problem in plan.problems:
-        typer.secho(f"  cannot run there: {problem}", fg="yellow")
+        say(f"  cannot run there: {problem}", fg="yellow")
     verdict = "fits by less than the error" if plan.tight else "fits" if plan.fits else "does not fit"
     fullest = plan.memory.moment
     if plan.life.fullest != STEP:
         fullest = f"{plan.life.fullest}; a step takes {plan.memory.total / 2**30:.1f} GiB, by part:"
-    typer.echo(
+    say(
         f"\nMemory of one device: {plan.life.total / 2**30:.1f} of {room / 2**30:.1f} GiB, {verdict} (±{error['memory']:.0%}); "
         f"peak: {fullest}"
     )
@@ -53,26 +52,24 @@ def show_plan(name: str, plan: Plan, tokens: float | None, price: float | None) 
     )
     if plan.memory.activations:
         most = sorted(plan.memory.activations.items(), key=lambda item: -item[1])[:6]
-        typer.echo("activations: " + ", ".join(f"{term} {value / 2**30:.2f}" for term, value in most))
+        say("activations: " + ", ".join(f"{term} {value / 2**30:.2f}" for term, value in most))
     besides = ", ".join(f"{phase} {value / 2**30:.2f} GiB" for phase, value in plan.life.besides.items())
-    typer.echo(
+    say(
         f"between steps: {besides}; host copy of the state while a checkpoint is written: {plan.staged / 2**30:.2f} GiB"
     )
     if plan.memory.host_bytes:
         there = f" of {target.host_bytes / 2**30:.1f}" if target.host_bytes else ""
-        typer.echo(
-            f"on the host: {plan.on_host / 2**30:.1f}{there} GiB{'' if plan.host_fits else ', does not fit'}"
-        )
-    typer.echo(f"largest micro batch: {plan.largest_micro:,}; longest sequence: {plan.longest_sequence:,}")
+        say(f"on the host: {plan.on_host / 2**30:.1f}{there} GiB{'' if plan.host_fits else ', does not fit'}")
+    say(f"largest micro batch: {plan.largest_micro:,}; longest sequence: {plan.longest_sequence:,}")
     if not plan.fits:
         smaller = 0 < plan.largest_micro < plan.spec.micro
         less = f" It fits with batch.micro of at most {plan.largest_micro}." if smaller else ""
-        typer.secho(
+        say(
             f"It does not fit.{less} --search finds layouts, checkpointing and precisions that do.",
             fg="yellow",
         )
     mfu = f", MFU {plan.mfu:.1%}" if plan.mfu else ""
-    typer.echo(
+    say(
         f"\nA step of {plan.spec.step_tokens:,} tokens: {plan.time.step * 1e3:,.1f} ms, {plan.tokens_per_s_per_device:,.0f} "
         f"tokens/s/device{mfu} (±{error['time']:.0%})"
     )
@@ -85,8 +82,8 @@ def show_plan(name: str, plan: Plan, tokens: float | None, price: float | None) 
         ],
     )
     if tokens:
-        typer.echo(f"\n{plan.say_budget(tokens, price)}")
-    typer.echo(f"\nRates: {target.how} ({'; '.join(plan.sources)})")
+        say(f"\n{plan.say_budget(tokens, price)}")
+    say(f"\nRates: {target.how} ({'; '.join(plan.sources)})")
 
 
 def _bar(parts: Mapping[str, float], whole: float, limit: float | None = None) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rush.cli.ladder import minutes, resumable
+from rush.cli.ladder import resumable
+from rush.cli.ladder_table import minutes
 from rush.cli.options import ExtraTechniques, Json, RecipeName
 from rush.cli.output import next_step, note, print_json
 

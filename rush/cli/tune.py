@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rush.cli.ladder import minutes, resumable
+from rush.cli.ladder import resumable
+from rush.cli.ladder_table import minutes
 from rush.cli.options import (
     DataFiles,
     ExtraTechniques,
@@ -19,7 +20,7 @@ from rush.cli.options import (
     complete_recipe,
     with_data,
 )
-from rush.cli.output import next_step, note, print_json
+from rush.cli.output import folded, next_step, note, print_json, say
 from rush.ready import short_name
 from rush.records.gains import judge
 from rush.records.life import life_words
@@ -32,6 +33,16 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 24
 """Rows of the table; tune.json has all candidates."""
+CANDIDATE = 26
+"""The widest column of candidates: names are cut between their knobs only."""
+COLORS = {
+    "won": "green",
+    "ahead": "green",
+    "different": "yellow",
+    "no effect": "yellow",
+    "unusable": "red",
+    "failed": "red",
+}
 CROWDED = 1.5
 """Load average per core above which other processes disturbed the trials; a trial on a CPU makes about one itself."""
 TRIED = ("start", "ahead", "lost", "won", "failed", "different", "no effect", "unusable")
@@ -129,7 +140,7 @@ def tune(
     if json:
         print_json(record)
         return
-    typer.echo(summary(record))
+    say(summary(record))
     if (load := record.get("load") or 0.0) > CROWDED:
         note(
             f"Other processes ran on this machine during the trials (load {load:.1f} per core): the gains may be noise. "
@@ -285,16 +296,19 @@ def tune_table(record: TuneRecord, doing: str | None) -> Table:
         title_justify="left",
         caption=caption,
         box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
     )
     kind = "trained/s" if record["counted"] == "trained" else "tokens/s"
-    for column in ("candidate", kind, "over the lead", "memory", "result"):
-        table.add_column(
-            column, justify="left" if column in ("candidate", "result") else "right", overflow="fold"
-        )
+    for column in ("candidate", kind, "over\nthe lead", "memory\nGiB", "result"):
+        justify: Any = "left" if column in ("candidate", "result") else "right"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column == "candidate")
     tried = [row for row in record["candidates"] if row["state"] in TRIED]
     shown = [row for row in rest if row["state"] != "refused"][: max(0, MOST_ROWS - len(tried))]
     for row in [*tried, *(shown if record["finished"] else [])]:
-        table.add_row(*(Text(cell) for cell in _cells(row, names[row["key"]])))
+        cells = list(map(Text, _cells(row, folded(names[row["key"]], CANDIDATE))))
+        cells[-1].stylize(COLORS.get(row["state"], ""))
+        table.add_row(*cells)
     return table
 
 
@@ -309,6 +323,6 @@ def _cells(row: CandidateRow, name: str) -> list[str]:
         name,
         f"{speed['median']:,.0f}" if speed else "",
         f"×{ratio:.2f}" if ratio else "",
-        f"{memory / 2**30:.2f} GiB" if memory else "",
+        f"{memory / 2**30:.2f}" if memory else "",
         words.rstrip(": ")[:90],
     ]

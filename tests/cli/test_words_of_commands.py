@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+import click.testing
 import pytest
 from rich.console import Console
+from rich.table import Table
 from typer.testing import CliRunner
 
-from rush.cli import app
-from rush.cli.ladder import ladder_table
+from rush.cli import app, command
+from rush.cli.ladder_table import fitting_table, ladder_table
 from rush.cli.options import complete_key, complete_ladder, with_data
+from rush.cli.output import folded
+from rush.cli.tune import tune_table
 from rush.errors import RecipeError
 from rush.lab.ladder.climb import LadderProgress
 from rush.ready import LADDERS, RECIPES
@@ -55,14 +61,98 @@ def test_names_are_never_split_at_80_columns(command: list[str], monkeypatch: py
     assert set((RECIPES if command == ["recipes"] else LADDERS).names()) <= first
 
 
-def test_no_word_of_a_ladders_table_is_cut_at_80_columns() -> None:
-    record = json.loads((ROOT / "results" / "ladder-tiny-x86" / "ladder.json").read_text())
-    progress = LadderProgress(record, done=1, total=1, doing=None, seconds_left=None)
-    console = Console(width=80, file=io.StringIO())
-    console.print(ladder_table(progress))
+def _printed(table: Table, height: int = 25, **options: Any) -> str:
+    console = Console(width=80, height=height, file=io.StringIO(), **options)
+    console.print(table)
     assert isinstance(console.file, io.StringIO)
-    shown = console.file.getvalue()
+    return console.file.getvalue()
+
+
+def _progress(record: Any, doing: str | None = None) -> LadderProgress:
+    return LadderProgress(record, doing=doing, done=1, total=1, seconds_left=None)
+
+
+def _read(name: str) -> Any:
+    return json.loads((ROOT / "results" / name).read_text())
+
+
+def _words(text: str) -> set[str]:
+    """Names and words, without the signs that join a name and its knobs."""
+    return set(re.findall(r"[\w.×'-]+", text))
+
+
+@pytest.mark.parametrize("name", ["ladder-tiny-x86", "gpt2-124m-ladder-h200", "llama-3.2-1b-h200"])
+def test_no_word_of_a_ladders_table_is_cut_at_80_columns(name: str) -> None:
+    record = _read(f"{name}/ladder.json")
+    shown = _printed(ladder_table(_progress(record)))
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
-    words = {word for rung in record["rungs"] for word in f"{rung['title']} {rung['verdict']}".split()}
-    assert words <= set(shown.split())
+    able = [rung for rung in record["rungs"] if rung["verdict"] != "unsupported"]
+    assert _words(" ".join(f"{rung['title']} {rung['verdict']}" for rung in able)) <= _words(shown)
+
+
+@pytest.mark.parametrize("height", [6, 12, 25])
+@pytest.mark.parametrize(
+    "doing", ["base", "a life of compile(scope=block)", "pure_bf16", "base again", "new one"]
+)
+def test_the_rung_being_measured_is_on_the_screen_however_low_it_is(doing: str, height: int) -> None:
+    record = _read("gpt2-124m-ladder-h200/ladder.json")
+    console = Console(width=80, height=height, file=io.StringIO())
+    lines = _printed(fitting_table(_progress(record, doing), console), height).splitlines()
+    name = doing.removeprefix("a life of ").removesuffix(" again")
+    assert any(line.startswith(f"{name} ") for line in lines)
+    assert len(lines) < height or height == 6
+    assert len(_printed(fitting_table(_progress(record), console)).splitlines()) > 25
+
+
+@pytest.mark.parametrize("name", ["tune-tiny-n1", "tune-gpt2-124m-h200"])
+def test_no_name_of_a_searchs_table_is_cut_at_80_columns(name: str) -> None:
+    record = _read(f"{name}/tune.json")
+    shown = _printed(tune_table(record, None))
+    assert max(map(len, shown.splitlines())) <= 80
+    tried = [row["key"] for row in record["candidates"] if row["state"] in ("won", "lost", "ahead")]
+    assert _words(" ".join(key for key in tried if not key.startswith("planned"))) <= _words(shown)
+
+
+def test_verdicts_have_their_colors() -> None:
+    colored = _printed(ladder_table(_progress(_read("ladder-tiny-x86/ladder.json"))), force_terminal=True, color_system="standard")  # fmt: skip
+    assert "\x1b[32mequal and" in colored
+    assert "\x1b[33mslower" in colored
+    assert "\x1b[32mno gain" not in colored
+    assert "\x1b[32mwon" in _printed(tune_table(_read("tune-tiny-n1/tune.json"), None), force_terminal=True, color_system="standard")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "llama-3.1-8b", "--machine", "a100-80-sxm", "--devices", "8", "--search"],
+        ["compare", "results/ladder-tiny-x86", "results/gpt2-124m-ladder-h200"],
+    ],
+    ids=["plan", "compare"],
+)
+def test_no_name_is_cut_by_the_edge_of_the_terminal(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = CliRunner().invoke(app, command).stdout
+    assert max(map(len, narrow.splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "400")
+    wide = CliRunner().invoke(app, command).stdout
+    assert _words(wide) <= _words(narrow)
+
+
+def test_names_are_folded_between_their_parts_only() -> None:
+    assert folded("chunked_loss(chunk_tokens=4096)", 20) == "chunked_loss(\nchunk_tokens=4096)"
+    assert folded("compile(scope=block)", 20) == "compile(scope=block)"
+    assert folded("our head and loss, in chunks", 20) == "our head and loss,\nin chunks"
+
+
+def test_paragraphs_of_help_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line of a paragraph ends early: the next line's first word would not have fitted."""
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = click.testing.CliRunner().invoke(command(), ["ladder", "--help"]).stdout  # type: ignore[arg-type]
+    lines = [line.strip() for line in shown.splitlines()]
+    begin = next(at for at, line in enumerate(lines) if line.startswith("Each rung is timed"))
+    for line, after in itertools.pairwise(lines[begin : lines.index("", begin)]):
+        assert len(line) + 1 + len(after.split()[0]) > 76

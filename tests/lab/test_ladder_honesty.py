@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rush.cli.ladder import _caption
+from rush.cli.ladder_table import _caption
 from rush.lab.ladder.climb import LadderProgress, climb
 from rush.lab.ladder.findings import RESTLESS
 from rush.lab.ladder.ladder_file import load_ladder

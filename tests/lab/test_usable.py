@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rush.cli.ladder import _caption, _row
+from rush.cli.ladder_table import _caption, _row
 from rush.lab.ladder.climb import climb
 from rush.lab.ladder.ladder_file import load_ladder
 from rush.lab.life.life import LifeResult, PartResult

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rush.cli.compare import _cell
-from rush.cli.ladder import _caption
+from rush.cli.ladder_table import _caption
 from rush.records.gains import judged_again
 from rush.report import claims, headlines
 from rush.report.ladder import (
