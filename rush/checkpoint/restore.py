@@ -184,7 +184,7 @@ def _restore_optimizer(
         for key in hyper.keys() - group.keys():
             raise DataError(f"{file.path} sets {key!r}, which this {type(optimizer).__name__} does not know.")
         for key, cell in hyper.items():
-            if "tensor" not in cell and not _alike(cell.get("value"), group[key]):
+            if "tensor" not in cell and not _fits(key, cell.get("value"), group[key]):
                 raise DataError(
                     f"{file.path}: {key} of the optimizer is {cell.get('value')!r:.80}, this run has {group[key]!r:.80}."
                 )
@@ -210,6 +210,11 @@ def _restore_optimizer(
             restored[key] = _like(file, f"{name}/{key}", parameter, device)
             file.fill(restored[key], f"{name}/{key}", by_rows=True)
         optimizer.state[parameter] = restored
+
+
+def _fits(key: str, saved: Any, ours: Any) -> bool:
+    """Whether a saved hyperparameter can take the place of ours. A beta of 1 or more would make moments of no meaning."""
+    return _alike(saved, ours) and (key != "betas" or all(0 <= beta < 1 for beta in saved))
 
 
 def _alike(saved: Any, ours: Any) -> bool:

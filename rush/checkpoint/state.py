@@ -218,7 +218,15 @@ def read_random(path: Path, saved: Mapping[str, Any]) -> Callable[[], None]:
             torch.Generator(f"cuda:{index}").set_state(states[f"cuda.{index}"])
         np.random.RandomState().set_state(numpy_state)
         random.Random().setstate(python_state)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        AttributeError,
+        IndexError,
+        RuntimeError,
+    ) as error:
         raise DataError(
             f"{path} and state.json do not hold the state of random generators ({error!r:.200})."
         ) from None

@@ -38,8 +38,8 @@ def share_that_holds(texts: Iterable[str], seed: int, validation: float) -> floa
 
 def held_out_note(preparation: dict[str, object]) -> str:
     """A sentence where one document is held out instead of the share that was asked for; empty otherwise."""
-    if "held_out_share" not in preparation:
-        return ""
+    if not {"held_out_share", "validation"} <= preparation.keys():
+        return ""  # (a manifest of someone else may have one of them alone)
     return f"data.validation = {preparation['validation']} holds none of so few documents: one is held out instead."
 
 

@@ -96,7 +96,7 @@ def check_shapes(folder: Path, parts: Iterable[Files], dtype: str, vocab_size: i
             f"{path}: tokens are of the type {dtype!r} with {vocab_size:,} ids, which is not written here. {ADVICE}"
         )
     for part in parts:
-        if part.split not in ("train", "validation") or not re.fullmatch(r"[\w-]+", part.name):
+        if part.split not in ("train", "validation") or not re.fullmatch(r"[\w-]{1,100}", part.name):
             raise DataError(f"{path}: {part.split!r}, {part.name!r} is no name of a shard. {ADVICE}")
         expected = {"bin": part.tokens * int(dtype[-1]), "idx": 16 * (part.documents + 1)}
         if part.documents < 1 or any(part.bytes.get(suffix) != size for suffix, size in expected.items()):

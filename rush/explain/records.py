@@ -93,6 +93,7 @@ def explain(record: ExplainRecord) -> Explanation:
         AttributeError,
         ArithmeticError,
         AssertionError,
+        StopIteration,
     ) as error:
         kind = type(error).__name__
         raise DataError(

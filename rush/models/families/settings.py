@@ -124,7 +124,7 @@ def rope_table(table: Config, config: Config) -> Scaling | None:
     kind = _OTHER_NAMES.get(kind, kind) if isinstance(kind, str) else kind
     if kind == "dynamic":
         refuse("rope_type", kind, "its frequencies change while a text grows; set rope_scaling to null")
-    if kind != "default" and kind not in ROPE_TYPES:
+    if not isinstance(kind, str) or (kind != "default" and kind not in ROPE_TYPES):
         refuse("rope_type", kind, f"supported are default, {', '.join(sorted(ROPE_TYPES))}")
     if kind == "default":
         return None
