@@ -13,9 +13,9 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+from rush.records.loss_curves import CLOSE, STATISTICAL_END, STATISTICAL_LEARNED
 from rush.techniques import Technique, conflict_reason, registry
 from rush.techniques.api.contract import Claim, KnobRange, MemoryEffect, Parity, Setting
-from rush.techniques.api.tolerances import CLOSE, STATISTICAL_END, STATISTICAL_LEARNED
 from rush.tune.moves import named
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "techniques"

@@ -23,11 +23,12 @@ from rush.bench.workloads import FILE, load_workloads
 from rush.lab.statistics import Ratio, pooled
 from rush.records.kernels import KernelOp
 from rush.records.ladder import RungRecord
+from rush.records.loss_curves import PerturbedRun
 from rush.records.models import ModelRecord, OursRecord, WorkloadRecord, read_models
 from rush.report.headlines import machine_name
 from rush.report.models import verdict_words
 from rush.techniques import Parity
-from rush.techniques.api.tolerances import PerturbedRun, judge
+from rush.techniques.api.tolerances import judge
 
 
 @dataclass(frozen=True)

@@ -157,5 +157,5 @@ def _cell(rung: RungRecord | None) -> str:
     ratio = total.get("ratio") if isinstance(total, dict) else None
     real = isinstance(ratio, float) and ends is not None and judge(*ends) in ("faster", "slower")
     times = f" ×{ratio:.2f}" if real else ""
-    verdict = judged_again(rung["verdict"], gain)
+    verdict = judged_again(rung["verdict"], gain, rung.get("parity"))
     return f"{speed['median']:,.0f} tokens/s{times}, {verdict}" if isinstance(speed, dict) else verdict

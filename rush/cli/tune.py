@@ -22,9 +22,9 @@ from rush.cli.options import (
 )
 from rush.cli.output import folded, next_step, note, print_json, say
 from rush.ready import short_name
-from rush.records.gains import judge
+from rush.records.gains import judge, over_original
 from rush.records.life import life_words
-from rush.records.tune import PLANNED, TuneRecord, short_names
+from rush.records.tune import PLANNED, TuneRecord, judged_again, proved, short_names
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -153,6 +153,7 @@ def tune(
 
 
 def summary(record: TuneRecord) -> str:
+    record = judged_again(record)
     winner = record["winner"]
     assert winner is not None
     parity = winner["parity"]
@@ -166,15 +167,9 @@ def summary(record: TuneRecord) -> str:
     rest = f"{_passed_over(record)}{_beside(winner)}"
     if winner["as_it_stood"]:
         return f"Nothing better was found and proved; the recipe stays unchanged ({proof}).{rest}"
-    words = []
-    if gain := winner["gain"]:
-        low, high = gain["ci95"]
-        judged = {"no gain": ", no faster", "cannot tell": ", which cannot be told from none"}.get(
-            judge(low, high), ""
-        )
-        words.append(
-            f"{gain['ratio']:.2f}× ({low:.2f} to {high:.2f}) the speed of the original recipe{judged}"
-        )
+    if not proved(winner):
+        return f"No gain is proved. The search ended with {winner['what']} ({proof}).{rest}"
+    words = [over_original(winner["gain"])] if winner["gain"] else []
     words.append(f"{winner['peak_memory_bytes'] / 2**30:.2f} GiB ({winner['memory_ratio']:.2f}×)")
     if "cost_per_million_tokens" in winner:
         words.append(f"{winner['cost_per_million_tokens']:.4g} per million tokens")
@@ -282,6 +277,7 @@ def tune_table(record: TuneRecord, doing: str | None) -> Table:
     from rich.table import Table
     from rich.text import Text
 
+    record = judged_again(record)
     state = "done" if record["finished"] else clock(record)
     if doing and not record["finished"]:
         state += f" · {shortened(record, doing)}"

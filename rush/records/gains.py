@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from rush.records.parity import parity_verdict
+
 Judgement = Literal["faster", "slower", "no gain", "cannot tell"]
 
 TIGHT = 0.03
@@ -20,6 +22,14 @@ quiet machine resolves it with two or three processes a rung: on an H200 interva
 ±2.6 % wide, on two busy cores ±5 % and more, where indeed nothing can be told."""
 SPEED_VERDICTS = ("equal and faster", "no gain", "cannot tell", "slower")
 """Verdicts of a rung that learns the same and takes as much memory: they follow from the interval alone."""
+DIFFERENT = {
+    "equal and faster": "faster but different",
+    "equal and smaller": "smaller but different",
+    "no gain": "different",
+    "cannot tell": "different",
+    "slower": "different",
+}
+"""Verdicts of a rung that learns the same, and what they are where it does not."""
 
 
 def judge(low: float, high: float) -> Judgement:
@@ -41,12 +51,25 @@ def interval_of(gain: Any) -> tuple[float, float] | None:
     return float(ends[0]), float(ends[1])
 
 
-def judged_again(verdict: str, gain: Any) -> str:
-    """A rung's verdict by the rule of now, from the interval its record holds; the recorded word where that decides nothing."""
+def judged_again(verdict: str, gain: Any, parity: Any = None) -> str:
+    """A rung's verdict by the rule of now, from the interval and the parity that its record holds; the recorded word where they
+    decide nothing."""
+    ends, same = interval_of(gain), parity_verdict(parity)
+    found = judge(*ends) if ends is not None else None
+    if verdict in SPEED_VERDICTS and found is not None:
+        verdict = "equal and faster" if found == "faster" else found
+    if same == "different" and verdict in DIFFERENT:
+        verdict = DIFFERENT[verdict]
+    elif same == "not judged" and verdict in ("equal and faster", "equal and smaller"):
+        verdict = DIFFERENT[verdict]  # without a verdict of equal it is not called equal
+    return "different" if verdict == "faster but different" and found not in ("faster", None) else verdict
+
+
+def over_original(gain: Any) -> str:
+    """A winner's gain over the recipe it came from, with what its interval says; empty where none was measured."""
     ends = interval_of(gain)
-    if ends is None:
-        return verdict
-    found = judge(*ends)
-    if verdict in SPEED_VERDICTS:
-        return "equal and faster" if found == "faster" else found
-    return "different" if verdict == "faster but different" and found != "faster" else verdict
+    if ends is None or not isinstance(gain.get("ratio"), int | float):
+        return ""
+    tail = {"no gain": ", no faster", "cannot tell": ", which cannot be told from none", "slower": ", slower"}
+    ratio = f"{gain['ratio']:.2f}× ({ends[0]:.2f} to {ends[1]:.2f}) the speed of the original recipe"
+    return ratio + tail.get(judge(*ends), "")

@@ -8,7 +8,7 @@ of the machine: it goes wherever the file is copied to, and changes nothing abou
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Required
@@ -16,7 +16,9 @@ from typing import Annotated, Any, Required
 from pydantic import SkipValidation, TypeAdapter
 from typing_extensions import TypedDict
 
-from rush.records.life import RecordedLife
+from rush.records.gains import interval_of, judge, over_original
+from rush.records.life import RecordedLife, broken
+from rush.records.parity import parity_again
 from rush.records.typed import Measurement, RecordFile, having, one_of
 
 FORMAT = 1
@@ -84,6 +86,37 @@ class TuneRecord(TypedDict, total=False):
 
 TUNE = RecordFile(TypeAdapter(TuneRecord), "tune.json", "search", "rush tune")
 read_tune, write_tune, check_tune = TUNE.read, TUNE.write, TUNE.check
+
+
+def judged_again(record: TuneRecord) -> TuneRecord:
+    """The record as the rule of now reads it: parity from the recorded curves, the winner's gain from its interval. What pages and
+    the terminal print comes from here; the file stays as it was written."""
+    winner = record.get("winner")
+    gain = winner.get("gain") if isinstance(winner, dict) else None
+    rows = [_row_again(row, gain) for row in record.get("candidates", ())]
+    if not isinstance(winner, dict):
+        return {**record, "candidates": rows}
+    return {**record, "candidates": rows, "winner": {**winner, "parity": parity_again(winner.get("parity"))}}
+
+
+def _row_again(row: CandidateRow, gain: Any) -> CandidateRow:
+    parity, recorded = parity_again(row.get("parity")), row.get("parity")
+    again: CandidateRow = {**row, "parity": parity}
+    if parity and recorded and parity["verdict"] != recorded["verdict"]:
+        if row["state"] in ("won", "ahead", "lost"):
+            again["state"] = "different" if parity["verdict"] == "different" else "failed"
+        again["reason"] = f"parity: {parity['verdict']}; {parity['why']}"
+    elif row["state"] == "won" and (ends := interval_of(gain)) and judge(*ends) != "faster":
+        again["reason"] = over_original(gain)
+    return again
+
+
+def proved(winner: Mapping[str, Any]) -> bool:
+    """Whether a winner learns the same as plain fp32, or something else by design, and nothing broke its short life. Only then is
+    its gain one."""
+    parity = winner.get("parity") or {}
+    same = parity.get("verdict") == "equal" or parity.get("class") == "CHANGES"
+    return same and not broken(winner.get("life"))
 
 
 PLANNED = "planned: "

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, AliasPath, BeforeValidator, Field, PlainVal
 from rush.records import ladder
 from rush.records.gains import Judgement, judge, judged_again
 from rush.records.life import life_words
+from rush.records.parity import parity_again
 from rush.report import lenient
 from rush.report.lenient import Json, items, shown, table, text, word
 
@@ -245,13 +246,15 @@ def _others(ceilings: Json) -> dict[str, Json]:
 
 
 def _numbered(rungs: Json) -> list[dict[str, Any]]:
-    """The rungs with their place, and with the verdict that the rule of now reads from the recorded interval."""
+    """The rungs with their place, and with the verdicts that the rule of now reads from the recorded interval and curves."""
     rows = []
     for index, row in enumerate(map(table, items(rungs)), start=1):
         name = text(row.get("name")) or f"rung {index}"
-        verdict = judged_again(text(row.get("verdict")) or "", table(row.get("gain")))
+        parity = parity_again(row.get("parity"))
+        verdict = judged_again(text(row.get("verdict")) or "", table(row.get("gain")), parity)
+        title = text(row.get("title")) or name
         rows.append(
-            {**row, "index": index, "name": name, "title": text(row.get("title")) or name, "verdict": verdict}
+            {**row, "index": index, "name": name, "title": title, "verdict": verdict, "parity": parity}
         )
     return rows
 

@@ -13,6 +13,7 @@ from rush.files import write_atomic
 from rush.records.ladder import RungRecord
 from rush.records.life import life_words
 from rush.records.models import MODELS, LongestRecord, ModelRecord, WorkloadRecord, read_models, verdicts_of
+from rush.records.parity import parity_again, parity_verdict
 from rush.records.targets import target_word
 from rush.report import bars, formatting, headlines
 from rush.report.kernels import TONES, reached_of
@@ -44,6 +45,7 @@ def model_page(record: ModelRecord) -> str:
     return render(
         "models.html",
         title="Whole runs",
+        parity_again=parity_again,
         record=record,
         machine=headlines.machine_name(record["machine"]),
         machine_rows=flattened(record["machine"]) + flattened(record.get("ceilings") or {}, "ceilings"),
@@ -110,7 +112,7 @@ def table(record: ModelRecord) -> list[Sequence[str]]:
                     wanted_words(target),
                     f"{formatting.size(rung.get('peak_memory_bytes'))} (baseline {formatting.size(baseline.get('peak_memory_bytes'))}"
                     f"{memory_ratio(target)})",
-                    (rung.get("parity") or {}).get("verdict", "not judged"),
+                    parity_verdict(rung.get("parity")) or "not judged",
                     verdict_words(target),
                 )
             )
@@ -174,7 +176,7 @@ def longest_words(longest: LongestRecord) -> str:
 
 def _proved(longest: LongestRecord) -> str:
     """What the recipe learns, and which techniques left no trace."""
-    parity, idle = longest.get("parity"), [
+    parity, idle = parity_again(longest.get("parity")), [
         each["technique"] for each in longest.get("evidence", []) if not each["took_effect"]
     ]  # fmt: skip
     learns = f"; parity {parity['verdict']}" if parity else ""

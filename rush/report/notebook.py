@@ -7,9 +7,10 @@ from typing import Any
 
 from markupsafe import Markup
 
+from rush.records.gains import over_original
 from rush.records.metrics import MetricsRow
 from rush.records.start import StartRecord
-from rush.records.tune import TuneRecord
+from rush.records.tune import TuneRecord, judged_again, proved
 from rush.report import formatting
 from rush.report.axes import Frame, x_axis, y_axis
 from rush.report.svg import Scale, path, svg_file, tag, ticks, widened
@@ -63,15 +64,13 @@ def plan_html(record: Mapping[str, Any]) -> str:
 
 def tune_html(record: TuneRecord) -> str:
     """The winner of a search."""
-    winner = record["winner"]
+    winner = judged_again(record)["winner"]
     if winner is None:
         return str(figures({"winner": "none yet"}))
-    gain, parity = winner["gain"], winner["parity"]
+    gain, parity = winner["gain"] if proved(winner) else None, winner["parity"]
     facts = {
         "winner": winner["what"],
-        "speed": f"{gain['ratio']:.2f}× ({gain['ci95'][0]:.2f} to {gain['ci95'][1]:.2f})"
-        if gain
-        else formatting.MISSING,
+        "speed": over_original(gain) or formatting.MISSING,
         "peak memory": formatting.size(winner["peak_memory_bytes"]),
         "parity with plain fp32": parity["verdict"] if parity else "not proved",
     }

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from rush.files import write_atomic
 from rush.records.gains import judge
-from rush.records.tune import TUNE, CandidateRow, TuneRecord, read_tune, short_names
+from rush.records.tune import TUNE, CandidateRow, TuneRecord, judged_again, proved, read_tune, short_names
 from rush.report import formatting, headlines
 from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
 from rush.report.headlines import HeadlineFigure
@@ -18,7 +18,7 @@ from rush.report.page import flattened, render
 from rush.report.svg import Scale, path, picture, tag, ticks, tooltip, widened
 
 TONES = {
-    "won": ("good", "up", "the best that was proved"),
+    "won": ("good", "up", "the best that was proved, or the unchanged recipe"),
     "ahead": ("good", "up", "took the lead when it was tried"),
     "start": ("plain", "dot", "the unchanged recipe"),
     "lost": ("plain", "level", "was tried, and another is better"),
@@ -31,6 +31,7 @@ TONES = {
     "not tried": ("plain", "clock", "there was no time left for it"),
 }
 """Tone, sign and meaning of every state."""
+SAME_MEMORY = 0.01
 LETTER = 6.5
 """About how wide a letter of a note is."""
 KINDS = {
@@ -51,6 +52,7 @@ def write_tune_report(record: Path, html: Path) -> None:
 
 
 def tune_page(record: TuneRecord) -> str:
+    record = judged_again(record)
     rows = record["candidates"]
     return render(
         "tune.html",
@@ -64,7 +66,7 @@ def tune_page(record: TuneRecord) -> str:
         tried=[row for row in rows if row["round"] > 0],
         others=[row for row in rows if row["round"] == 0 and row["state"] != "refused"],
         refused=[row for row in rows if row["state"] == "refused"],
-        recipe=next((row["recipe"] for row in rows if row["state"] == "won"), ""),
+        recipe=next((row["recipe"] for row in rows if row["key"] == (record["winner"] or {}).get("key")), ""),
         names=short_names(rows),
         tones=TONES,
         beside_words=beside_words,
@@ -73,16 +75,19 @@ def tune_page(record: TuneRecord) -> str:
 
 
 def headline(record: TuneRecord) -> str:
+    """What was gained, if it is proved; of a record that was judged again."""
     winner = record["winner"]
     if winner is None:
         return "The search is not over."
     proof = proof_words(winner)
     if winner["as_it_stood"]:
         return "Nothing that was tried is better and proved; the recipe stays as it was."
+    if not proved(winner):
+        return f"No gain is proved. Of the recipe that the search ended with: {proof}."
     if "sequence" in winner:
         return f"Sequences of {formatting.count(winner['sequence'])} tokens fit; {proof}."
     if record["objective"] == "memory":
-        return f"{formatting.change(winner['memory_ratio'])} peak memory; {proof}."
+        return f"{memory_words(winner['memory_ratio'])}; {proof}."
     return f"{gain_words(winner['gain'])}; {proof}."
 
 
@@ -90,12 +95,22 @@ def proof_words(winner: Mapping[str, Any]) -> str:
     """Whether the winner was proved to learn the same, and to live."""
     parity, life = winner.get("parity"), winner.get("life")
     found = parity["verdict"] if parity else None
+    if parity and parity.get("class") == "CHANGES":
+        found = "changes"
     proof = {
         "equal": "learns the same as plain fp32",
+        "changes": "what it learns differs by design",
         "different": "does not learn the same as plain fp32",
         None: "not held against plain fp32",
     }.get(found, "whether it learns the same as plain fp32 is not judged")
     return f"{proof}; short life {life['verdict']}" if life else proof
+
+
+def memory_words(ratio: float) -> str:
+    """The peak memory over that of the unchanged recipe; less than a per cent is nothing."""
+    if ratio < 1 - SAME_MEMORY:
+        return f"{formatting.change(ratio)} peak memory"
+    return f"No less peak memory than the unchanged recipe ({formatting.change(ratio)})"
 
 
 def gain_words(gain: Mapping[str, Any] | None) -> str:
@@ -126,7 +141,8 @@ def _figures(record: TuneRecord) -> list[HeadlineFigure]:
     rows, winner = record["candidates"], record["winner"]
     found = []
     if winner is not None:
-        who = "of the unchanged recipe" if winner["as_it_stood"] else "of the winner"
+        unproved = "" if winner["as_it_stood"] or proved(winner) else ", which is not proved"
+        who = "of the unchanged recipe" if winner["as_it_stood"] else f"of the winner{unproved}"
         found.append(HeadlineFigure(formatting.speed(winner["tokens_per_s"]), who))
         found.append(HeadlineFigure(formatting.size(winner["peak_memory_bytes"]), "its peak memory"))
     if winner is not None and "cost_per_million_tokens" in winner:

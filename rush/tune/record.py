@@ -11,6 +11,7 @@ from rush.lab.ladder.findings import measured
 from rush.lab.statistics import median_interval
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
+from rush.records.gains import over_original
 from rush.records.tune import FORMAT, CandidateRow, TuneRecord, mark
 from rush.techniques import Parity
 from rush.tune.candidates import Candidate
@@ -147,15 +148,15 @@ def recipe_file(request: Request, search: Search, record: TuneRecord) -> str:
     assert winner is not None
     parity = winner["parity"]
     if winner["as_it_stood"]:
-        gained = "nothing was proved better than"
+        gained = "nothing was proved better than the recipe it came from"
     elif winner["gain"]:
-        gained = f"{winner['gain']['ratio']:.2f}× the speed and {winner['memory_ratio']:.2f}× the memory of"
+        gained = f"{over_original(winner['gain'])}, and {winner['memory_ratio']:.2f}× its memory"
     else:
-        gained = f"sequences of {search.winner.recipe.batch.sequence:,} tokens, from"
+        gained = f"sequences of {search.winner.recipe.batch.sequence:,} tokens, from the recipe it came from"
     proved = f"parity with plain fp32: {parity['verdict']}" if parity else "parity was not traced"
     lived = (winner["life"] or {}).get("verdict", "not lived")
     return (
-        f"# Made by `rush tune {request.name}`: {gained} the recipe it came from; {proved}; a short life: {lived}. The evidence is in "
+        f"# Made by `rush tune {request.name}`: {gained}; {proved}; a short life: {lived}. The evidence is in "
         "tune.json.\n"
         f"{mark(record['fingerprint'], machine.summary())}\n"
         f"{write_toml(search.winner.recipe)}"

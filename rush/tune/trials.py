@@ -22,8 +22,8 @@ from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
 from rush.recipe_io import changed
 from rush.records.life import LifeRecord
+from rush.records.loss_curves import CLOSE_STEPS, unsteady
 from rush.techniques import Parity, registry
-from rush.techniques.api.tolerances import CLOSE_STEPS, unsteady
 from rush.tune.budget import Budget
 from rush.tune.forecast import Planner, Prediction
 from rush.tune.goal import TrialLimit, TuneResult

@@ -131,6 +131,39 @@ def test_verdicts_of_old_records_are_read_again_from_their_intervals(
     assert judged_again(recorded, {"ci95": interval} if interval else None) == now
 
 
+@pytest.mark.parametrize(
+    ("recorded", "interval", "parity", "now"),
+    [
+        ("equal and faster", [1.1, 1.2], "different", "faster but different"),
+        ("equal and faster", [1.1, 1.2], "not judged", "faster but different"),
+        ("equal and faster", [0.9, 1.2], "different", "different"),
+        ("equal and smaller", [0.9, 1.2], "different", "smaller but different"),
+        ("no gain", [0.99, 1.01], "different", "different"),
+        ("no gain", [0.99, 1.01], "not judged", "no gain"),
+        ("equal and faster", [1.1, 1.2], "equal", "equal and faster"),
+        ("unusable", [1.1, 1.2], "different", "unusable"),
+        ("baseline", None, "different", "baseline"),
+    ],
+)
+def test_a_verdict_falls_with_its_parity(
+    recorded: str, interval: list[float] | None, parity: str, now: str
+) -> None:
+    assert judged_again(recorded, {"ci95": interval} if interval else None, {"verdict": parity}) == now
+
+
+def test_a_rung_that_was_equal_once_is_not_credited_on_the_page_or_in_the_terminal() -> None:
+    """As found: a climb whose curves were a tenth of the decrease behind, called equal by the rule of its time."""
+    view = read_ladder(RESULTS / "llama-3.2-1b-h200-first-climb")
+    recorded = json.loads((RESULTS / "llama-3.2-1b-h200-first-climb" / "ladder.json").read_text())["rungs"]
+    fell = [at for at, row in enumerate(recorded) if (row["parity"] or {}).get("class") == "STATISTICAL"]
+    assert fell
+    for at in fell:
+        assert recorded[at]["parity"]["verdict"] != "equal" or not headlines.learns_the_same(view.rungs[at])
+        assert "equal and" not in _cell(recorded[at])
+    best = headlines.credited(view)
+    assert best is None or best.index - 1 not in fell
+
+
 def test_the_committed_ladders_announce_no_noise() -> None:
     """As found: "From base at 45.5k to pin_memory at 45.5k", and "no gain" beside ×1.22 (0.998 to 1.35)."""
     host = read_ladder(RESULTS / "llama-3.2-1b-host-h200")

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 
+from rush.cli import main
 from rush.cli.bench import _model_row, _verdict
 from rush.cli.tune import summary
 from rush.records.models import verdicts_of
+from rush.records.parity import parity_again, parity_verdict
 from rush.records.scaling import read_scale
 from rush.records.targets import target_word
+from rush.records.tune import read_tune, write_tune
 from rush.report import plan, scaling_words, tune
 from rush.report.kernels import kernel_page, reached_of
 from rush.report.models import longest_words, model_page, verdict_words
+from rush.report.notebook import tune_html
 from rush.report.scaling import scale_page
 from tests.report import made_up_benches, made_up_scale
 
@@ -180,6 +184,136 @@ def test_the_winner_beats_a_recipe_made_by_hand_only_where_the_interval_says_so(
 ) -> None:
     assert tune.beside_words({"ratio": 1.2, "ci95": interval}).endswith(tail)
     assert tune.beside_words(None) == "–"
+
+
+STEPS = 40
+FALLING = [10.0 - 0.1 * step for step in range(STEPS)]
+BEHIND = [loss + 0.05 * step for step, loss in enumerate(FALLING)]
+"""As found in a record of 200 steps: equal by the rule of its time, a tenth of the decrease behind."""
+
+
+def _parity(losses: list[float] = FALLING, **more: Any) -> dict[str, Any]:
+    """As recorded by an earlier rule: equal, whatever the curve."""
+    return {
+        "verdict": "equal", "class": "STATISTICAL", "steps": len(losses), "why": "within the tolerance", "worst": 0.01, "tolerance": 0.1,
+        "losses": losses, "reference_losses": FALLING, "twin_losses": FALLING, "measured": "statistical", **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("parity", "verdict", "why"),
+    [
+        (_parity(), "equal", "within the tolerance"),
+        (_parity(BEHIND), "different", "the loss went to"),
+        (_parity(BEHIND, twin_losses=[]), "not judged", "no perturbed reference run"),
+        (_parity(BEHIND, twin_losses=BEHIND), "not judged", "too unsteady to judge"),
+        (_parity([*FALLING[:-1], None]), "different", "non-finite"),
+        (_parity([], reference_losses=[]), "not judged", "no two loss curves"),
+        (_parity(FALLING[:5]), "not judged", "no two loss curves"),
+        (_parity(worst=0.2), "different", "the worst difference is 2.0e-01"),
+        (_parity(differences=[{"kind": "cached results", "detail": "of step 3", "late": True}]), "different", "cached results: of step 3"),
+        (_parity(timed={"verdict": "different", "why": "the loss jumps"}), "different", "over the timed steps the loss jumps"),
+        (_parity(**{"class": "EXACT"}), "equal", "within"),
+        (_parity([*FALLING[:-1], 6.1000001], **{"class": "EXACT"}), "different", "bit for bit"),
+        (_parity([*FALLING[:-1], 6.1000001], measured="same bits"), "different", "bit for bit"),
+        (_parity(grad_norms=[1.0], reference_grad_norms=[1.1], measured="same bits"), "different", "bit for bit"),
+        (_parity([10.0, 9.0], reference_losses=[10.0, 9.05], twin_losses=[10.0, 9.05]), "equal", "within"),
+        (_parity([10.0, 9.0], reference_losses=[10.0, 9.5], twin_losses=[10.0, 9.5], **{"class": "CLOSE"}), "different", "of rounding"),
+        (_parity(BEHIND, verdict="not judged"), "not judged", "within the tolerance"),
+        ({"verdict": "equal"}, "equal", ""),
+        (_parity([0.0] * STEPS, reference_losses=[0.0] * STEPS), "equal", ""),
+        (_parity([10**400] * STEPS), "different", "non-finite"),
+    ],
+)  # fmt: skip
+def test_equal_is_read_again_from_what_the_record_holds(
+    parity: dict[str, Any], verdict: str, why: str
+) -> None:
+    again = parity_again(parity)
+    assert again is not None
+    assert (again["verdict"], parity_verdict(parity)) == (verdict, verdict)
+    assert why in again.get("why", "")
+    assert ("recorded as equal" in again.get("why", "")) == (verdict != parity["verdict"])
+
+
+def _recorded(**winner: Any) -> Any:
+    """A whole record of a search that two recipes were tried in."""
+    row = {
+        "key": "a", "state": "won", "reason": "1.30× of the original recipe", "round": 3, "recipe": "x = 1", "techniques": [],
+        "tokens_per_s": {"median": 1300.0, "ci95": [1200.0, 1400.0], "n": 1, "samples": [1300.0], "processes": [[1300.0]]},
+        "peak_memory_bytes": 2**30, "ratio": 1.3, "expected": None, "evidence": [], "at_s": 0.0,
+    }  # fmt: skip
+    won = _winner(key="a", tokens_per_s=1300.0, life=None, **winner)
+    base = {**row, "key": "unchanged", "state": "start", "reason": "", "parity": None}
+    return {
+        "name": "small", "objective": "tokens/s", "started": "2026-01-01T00:00:00", "finished": "2026-01-01T00:10:00", "machine": {},
+        "budget_s": 60.0, "spent_s": 50.0, "settings": {"tokens": 64}, "allowed": ["close"], "counted": "processed", "base": {},
+        "events": [{"candidate": "a", "kind": "rank", "began_s": 1.0, "wall_s": 2.0, "status": "ok"}],
+        "candidates": [base, {**row, "parity": won["parity"]}], "winner": won,
+    }  # fmt: skip
+
+
+def test_a_winner_that_was_equal_once_and_is_not_by_the_rule_of_now_gains_nothing_anywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for parity, says in (
+        (_parity(BEHIND), "does not learn the same"),
+        (_parity(BEHIND, twin_losses=[]), "is not judged"),
+    ):
+        record = _recorded(parity=parity)
+        folder = tmp_path / says
+        folder.mkdir()
+        write_tune(folder / "tune.json", {"format": 1, **record})
+        with pytest.raises(SystemExit, match="0"):
+            main(["report", str(folder)])
+        page = _said((folder / "report.html").read_text())
+        assert "No gain is proved." in page
+        assert says in page
+        for told in (page, summary(record), tune_html(record)):
+            assert "the speed of the" not in told
+            assert "×1.30 (" not in told
+            assert "1.30× (" not in told
+        assert "of the winner, which is not proved" in page
+        assert "recorded as equal" in page
+        capsys.readouterr()
+
+
+def test_a_proved_winner_is_announced_by_page_terminal_and_notebook() -> None:
+    record = _recorded(parity=_parity())
+    assert "×1.30 (1.20 to 1.40) the speed of the unchanged recipe; learns the same" in _said(
+        tune.tune_page(record)
+    )
+    assert "1.30× (1.20 to 1.40) the speed of the original recipe, 1.00 GiB" in summary(record)
+    assert "1.30× (1.20 to 1.40) the speed of the original recipe<" in tune_html(record)
+    assert "not proved" not in tune.tune_page(record)
+
+
+def test_a_winner_within_the_noise_is_no_faster_in_any_row() -> None:
+    record = _recorded(parity=_parity(), gain={"ratio": 1.02, "ci95": [0.97, 1.12]})
+    assert "1.30× of the original recipe" not in tune.tune_page(record)
+    assert "which cannot be told from none" in tune.tune_page(record)
+
+
+def test_a_committed_search_that_lost_its_warm_up_is_no_gain_by_the_rule_of_now() -> None:
+    """bf16 weights with round-to-nearest: recorded as equal over 200 steps, before its quarters were compared."""
+    record = read_tune(RESULTS / "tune-llama-3.2-1b-nearest-h200")
+    assert record["winner"] is not None
+    assert record["winner"]["parity"]["verdict"] == "equal", "the record stays as it was written"
+    said = tune.tune_page(record)
+    assert "the speed of the unchanged recipe" not in said
+    assert "in the first quarter of the steps" in said
+
+
+@pytest.mark.parametrize(
+    ("ratio", "says"),
+    [(0.8, "−20 % peak memory"), (0.995, "No less peak memory"), (1.2, "No less peak memory")],
+)
+def test_memory_is_saved_only_where_there_is_less_of_it(ratio: float, says: str) -> None:
+    assert _said(tune.headline(_search("memory", memory_ratio=ratio))).startswith(says)
+
+
+def test_what_changes_by_design_is_not_said_to_learn_the_same() -> None:
+    said = _said(tune.headline(_search(parity={"verdict": "not judged", "class": "CHANGES"})))
+    assert said == "×1.30 (1.20 to 1.40) the speed of the unchanged recipe; what it learns differs by design."
 
 
 # Models and kernels

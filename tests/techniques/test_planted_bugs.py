@@ -11,18 +11,11 @@ from torch import Tensor, nn
 import rush.techniques
 from rush.data import Batch
 from rush.recipe import Knob
+from rush.records.loss_curves import CLOSE, CLOSE_STEPS, TIMES_PERTURBED, ParityVerdict, PerturbedRun
 from rush.techniques import registry
 from rush.techniques.api.contract import Build, Claim, Parity, Pass, Stage, Technique
 from rush.techniques.api.evidence import prove, ran
-from rush.techniques.api.tolerances import (
-    CLOSE,
-    CLOSE_STEPS,
-    TIMES_PERTURBED,
-    ParityVerdict,
-    PerturbedRun,
-    gradient_errors,
-    judge,
-)
+from rush.techniques.api.tolerances import gradient_errors, judge
 from tests.techniques.tiny_runs import Trace, compare, make_run, trace
 
 Apply = Callable[[Build, Mapping[str, Knob]], None]

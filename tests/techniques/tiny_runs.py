@@ -17,8 +17,9 @@ from rush.hardware import Machine, probe
 from rush.profiling.observe import observe
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
+from rush.records.loss_curves import ParityVerdict
 from rush.techniques.api.contract import Observation
-from rush.techniques.api.tolerances import ParityVerdict, gradient_errors, gradients_of, judge
+from rush.techniques.api.tolerances import gradient_errors, gradients_of, judge
 from rush.training.build import Run, build
 from rush.training.step import clip_factor, train_step
 from tests.real_text import as_bytes as text

@@ -18,12 +18,8 @@ from torch import Tensor
 
 from rush.lab.parity.trace import INITIAL, MOVED
 from rush.lab.trial.found import AuditFound, FlowFound, StepsFound, TimingFound, TraceFound
-from rush.techniques.api.tolerances import (
-    close_tolerance,
-    compare_curves,
-    gradient_errors,
-    gradient_tolerance,
-)
+from rush.records.loss_curves import close_tolerance, compare_curves
+from rush.techniques.api.tolerances import gradient_errors, gradient_tolerance
 
 FEWER_ROWS = "trained on fewer rows"
 FEWER_LABELS = "trained on fewer labels"

@@ -33,8 +33,9 @@ from rush.lab.trial.runner import Bench
 from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
 from rush.recipe_io import changed
+from rush.records.loss_curves import PerturbedRun
 from rush.techniques import Parity
-from rush.techniques.api.tolerances import PerturbedRun, gradient_errors, gradient_tolerance, judge
+from rush.techniques.api.tolerances import gradient_errors, gradient_tolerance, judge
 
 Curves = tuple[TraceFound | None, TraceFound | None]
 LOOSER = [Parity.EXACT, Parity.CLOSE, Parity.STATISTICAL, Parity.CHANGES]

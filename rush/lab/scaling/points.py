@@ -25,8 +25,8 @@ from rush.plan import plan, spec_of, target_here
 from rush.profiling.comm_overlap import HOW
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
+from rush.records.loss_curves import CLOSE, Tolerance
 from rush.records.scaling import ExposedCommunication, PointComparison, PointRecord, ScalingEfficiency
-from rush.techniques.api.tolerances import CLOSE, Tolerance
 
 SAME: Mapping[str, Tolerance] = {**CLOSE, "float32": Tolerance(loss=1e-5, grad_norm=1e-4, gradient=1e-5)}
 """How far ranks may be from one rank with the same techniques: the order of additions, in the matmuls' dtype."""
