@@ -242,7 +242,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, max_bytes: int | None = Non
     if (reached := trained.vocab_size) != vocab_size:
         raise DataError(
             f"The corpus supports a vocabulary of {reached} ({reached - SMALLEST_BPE} merges), but {vocab_size} "
-            f"was asked for. Use more text, or a vocabulary of at most {reached}."
+            f"was asked for. Use more text, or data.vocab_size={reached}, or less."
         )
     return trained
 

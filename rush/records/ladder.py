@@ -114,6 +114,8 @@ class LadderRecord(TypedDict, total=False):
     peaks: SkipValidation[dict[str, float] | None]
     base: Required[dict[str, Any]]
     formulas: SkipValidation[dict[str, str]]
+    claim: SkipValidation[dict[str, Any] | None]
+    """What someone states that the whole climb gains over its first rung; missing in older records."""
     rungs: Required[list[RecordedRung]]
     counted: SkipValidation[str]
     drift: SkipValidation[dict[str, Any] | None]

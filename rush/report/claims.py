@@ -6,14 +6,15 @@ claimed to be ×3.5 of plain fp32; on a ladder that has TF32 below it, its gain 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rush.records.gains import judge
-from rush.report import formatting
+from rush.report import formatting, headlines
 from rush.report.ladder import ClaimView, LadderView, RungView, careful_ratio
 
 RUNG_BEFORE, PLAIN, BASE = "the rung before", "plain fp32", "the base"
 """What a claim may be relative to, beside the name of a technique: see `Claim.relative_to`."""
+CLIMB = "the whole climb"
 FORMER = {"from plain fp32": PLAIN, "over padding": "pad", "half of the tokens were padding": BASE}
 """What claims of older records say in their regime, and what they are relative to."""
 
@@ -63,6 +64,30 @@ def compare_claim(ladder: LadderView, rung: RungView) -> ClaimCheck | None:
     return ClaimCheck(rung, claimed, *finding, outcome, sign, tone, what, against)
 
 
+def climb_claim(ladder: LadderView) -> ClaimCheck | None:
+    """The claim for the whole climb against the rung that the headline credits, over the first one measured."""
+    if ladder.claim is None:
+        return None
+    top = headlines.credited(ladder) or headlines.together(ladder)
+    first = headlines.first_measured(ladder)
+    if top is None or first is None:
+        whole = RungView(0, CLIMB, CLIMB, "", "", claim=ladder.claim)
+        claimed = None if ladder.claim.gain is None else 1 + ladder.claim.gain
+        return ClaimCheck(
+            whole, claimed, None, None, None, "no rung is credited", "ring", "plain", "speed", ""
+        )
+    whole = replace(
+        top,
+        name=CLIMB,
+        title=CLIMB,
+        claim=replace(ladder.claim, relative_to=RUNG_BEFORE),
+        gain=top.total_gain,
+    )
+    checked = compare_claim(ladder, whole)
+    assert checked is not None
+    return replace(checked, against=f"over {first.title}, to {top.title}")
+
+
 def relative_to(claim: ClaimView) -> str:
     """What the claim is relative to; older records say it in its regime only."""
     if claim.relative_to:
@@ -90,6 +115,8 @@ def baseline_of(ladder: LadderView, rung: RungView, relative: str) -> RungView |
 
 def effects(ladder: LadderView, rung: RungView) -> str:
     """What the rung changed here, whatever its claim is about: speed, memory, waiting for data."""
+    if rung.name == CLIMB:
+        return ""
     before = ladder.rung(rung.gain.over) if rung.gain else None
     sentences = []
     if rung.gain:

@@ -286,6 +286,8 @@ class LadderView:
         Mapping[str, str],
         PlainValidator(lambda value: {text(key) or "": shown(part) for key, part in table(value).items()}),
     ] = field(default_factory=dict)
+    claim: lenient.OrNone[ClaimView] = None
+    """Of the whole climb, over its first rung."""
     rungs: Annotated[tuple[RungView, ...], BeforeValidator(_numbered)] = ()
     drift: lenient.OrNone[lenient.NonEmpty[DriftView]] = None
     batch_curve: Annotated[lenient.Each[BatchPointView], AfterValidator(_by_size)] = ()

@@ -95,7 +95,8 @@ def _absolute(rung: RungView, slowest: float) -> Markup | None:
 
 def _claims(ladder: LadderView) -> tuple[Markup, list[tuple[claims.ClaimCheck, Markup]]]:
     """The common axis, and every claim beside its finding."""
-    found = [row for rung in ladder.rungs if (row := claims.compare_claim(ladder, rung))]
+    rows = [claims.climb_claim(ladder), *(claims.compare_claim(ladder, rung) for rung in ladder.able)]
+    found = [row for row in rows if row is not None]
     ratios = [
         v for row in found for v in (row.claimed, row.found, row.low, row.high) if v is not None and v > 0
     ]

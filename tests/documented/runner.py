@@ -17,7 +17,7 @@ from tests.documented.pages import Command
 TYPED = "What is a list?\n"
 """What a person types into commands that ask; then the input ends."""
 INTERRUPTED = 130
-LIMIT_S = 600.0
+LIMIT_S = 1800.0
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,9 @@ def set_scene(folder: Path, made: Path, commands: Sequence[Command]) -> None:
         {key: text.format(f"{word} {n}") for key, text in PAIRS.items()} for n in range(8) for word in WORDS
     ]
     _write(folder / "pairs/one.jsonl", "".join(json.dumps(row) + "\n" for row in pairs))
-    library = (ROOT / "docs/ladders.md").read_text()
+    notes = "\n\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
     for name in ("notes.txt", "notes/one.txt", "notes/two.txt"):
-        _write(folder / name, library * 8)
+        _write(folder / name, notes)
     technique = re.search(r'```python\n(""".*?)```', (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
     assert technique is not None
     for name in ("foreach_adamw.py", "my_idea.py"):

@@ -152,3 +152,24 @@ def test_a_wrong_ladder_is_refused_with_a_reason(tmp_path: Path, text: str, word
 def test_an_unknown_ladder_names_the_nearest() -> None:
     with pytest.raises(RecipeError, match="did you mean 'tiny'"):
         load_ladder("tinny")
+
+
+def test_rungs_and_the_whole_climb_may_have_a_claim_with_what_it_is_relative_to(tmp_path: Path) -> None:
+    told = 'gain = 0.5, regime = "here", source = "me"'
+    plan = load_ladder(_ladder(tmp_path, f'rungs = [{{"batch.micro" = 4, claim = {{ {told} }} }}]\n[claim]\ngain = 9.0\nregime = "there"\nsource = "they"'))  # fmt: skip
+    assert plan.additions[0].claim is not None
+    assert (plan.additions[0].claim["gain"], plan.additions[0].claim["relative_to"]) == (
+        0.5,
+        "the rung before",
+    )
+    assert plan.claim is not None
+    assert (plan.claim["gain"], plan.claim["relative_to"]) == (9.0, "the base")
+    assert load_ladder(_ladder(tmp_path, 'rungs = ["tf32"]')).claim is None
+    with pytest.raises(RecipeError, match=r"claim\.gain is not a|claim\.gian"):
+        load_ladder(_ladder(tmp_path, 'rungs = [{"batch.micro" = 4, claim = { gian = 1.0, gain = 1.0, regime = "", source = "" } }]'))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpu", "tiny"])
+def test_the_first_ladders_have_a_claim_for_their_batch(name: str) -> None:
+    batch = [addition for addition in load_ladder(name).additions if "batch.micro" in addition.changes]
+    assert [addition.claim is not None for addition in batch] == [True]

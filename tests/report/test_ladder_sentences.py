@@ -331,3 +331,46 @@ def test_what_cannot_run_here_is_named_once_and_apart() -> None:
     assert not any("cannot run here" in line for line in (_caption(record) or "").splitlines())
     record["rungs"][3] |= {"verdict": "unsupported", "title": "our attention"}
     assert (_caption(record) or "").splitlines()[0] == "cannot run here: our attention"
+
+
+CLIMBED = ClaimView("tokens_per_s", 0.4, "somewhere", "someone")
+
+
+@pytest.mark.parametrize(
+    ("gain", "outcome"),
+    [(0.4, "as claimed or better"), (1.5, "less than claimed"), (-0.1, "as claimed or better")],
+)
+def test_the_claim_for_the_whole_climb_is_compared_with_the_gain_of_the_credited_rung_over_the_first(
+    gain: float, outcome: str
+) -> None:
+    made = ladder(BASE, rung(2, "no gain", 1900, NONE), rung(3, "equal and faster", 1500, UP), claim=replace(CLIMBED, gain=gain))  # fmt: skip
+    checked = claims.climb_claim(made)
+    assert checked is not None
+    assert (checked.found, checked.low, checked.high) == ((1.4 * 1.6) ** 0.5, *UP)
+    assert checked.outcome == outcome
+    assert checked.against == "over Rung 1, to Rung 3"
+    page = report_page(made)
+    assert "the whole climb" in page
+    assert "over Rung 1, to Rung 3" in page
+
+
+def test_no_climb_is_claimed_where_nothing_is_credited_and_none_is_shown_without_a_claim() -> None:
+    checked = claims.climb_claim(ladder(BASE, rung(2, "no gain", 1900, NONE), claim=CLIMBED))
+    assert checked is not None
+    assert (checked.outcome, checked.found) == ("no rung is credited", None)
+    assert claims.climb_claim(ladder(BASE, rung(2, "equal and faster", 1500, UP))) is None
+    assert "the whole climb" not in report_page(ladder(BASE, rung(2, "equal and faster", 1500, UP)))
+
+
+def test_a_claim_for_a_batch_is_compared_with_the_rung_before_although_the_batch_is_another() -> None:
+    """A claim for a technique is not: see above."""
+    claim = ClaimView("tokens_per_s", 0.52, "batch 2 to 8", "someone", "the rung before")
+    small = replace(BASE, micro=2)
+    large = rung(2, "equal and faster", 1500, UP, claim=claim, micro=8, gain=GainView(1.5, *UP, over="r1"))
+    checked = claims.compare_claim(ladder(small, large), large)
+    assert checked is not None
+    assert (checked.found, checked.outcome) == (1.5, "as claimed or better")
+    over_plain = replace(large, claim=replace(claim, relative_to="plain fp32"))
+    told = claims.compare_claim(ladder(small, over_plain), over_plain)
+    assert told is not None
+    assert told.outcome == "not measured over plain fp32"

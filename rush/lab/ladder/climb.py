@@ -292,6 +292,7 @@ class Climb:
             "peaks": self.bench.peaks,
             "base": {"recipe": write_toml(self.plan.base), "digest": self.plan.base.digest},
             "formulas": FORMULAS,
+            "claim": dict(self.plan.claim) if self.plan.claim and self.view == "cumulative" else None,
             "rungs": [
                 rung_of(state, self.first, Baselines(*held_against, there, measure.smaller))
                 for state, there in zip(tried, floors, strict=True)

@@ -319,6 +319,8 @@ def drift_of(first: Sequence[Timed], again: Sequence[Timed], floors: Floors) -> 
 
 
 def _claim(state: RungState) -> dict[str, Any] | None:
+    if state.addition is not None and state.addition.claim is not None:
+        return dict(state.addition.claim)
     declared = state.outcomes[0].found.get("techniques", {}) if state.outcomes else {}
     known = [declared[name]["claim"] for name in state.added if name in declared]
     return known[0] if known else None

@@ -4,7 +4,7 @@
     rungs = [
       "fused_adamw",                         # a technique
       { name = "compile", scope = "block" }, # a technique with knobs
-      { "batch.micro" = 8 },                 # a change of the recipe
+      { "batch.micro" = 8, claim = { gain = 0.5, regime = "…", source = "…" } },  # a change of the recipe, and who says what of it
       { name = "pure_bf16", replaces = ["amp_bf16"] },
       { name = "cudnn_attention", replaces = ["flash_attention"], keep = "faster" },  # built upon if it pays here
       { name = "checkpoint_full", keep = false, title = "Checkpointing" },  # measured, not built upon
@@ -12,6 +12,7 @@
     [base]                                   # changes of the recipe before the first rung
     techniques = []
     "batch.total_tokens" = "none"            # "none" takes an optional key out
+    [claim] ...                              # what someone says the whole climb gains, over the base
     [measure] ...  [parity] ...  [search] ...
 
 Keys with a dot are recipe keys, the rest of a table are the technique's knobs.
@@ -71,6 +72,17 @@ class ParityConfig(ConfigTable):
     """Recipe keys of the parity run; the base's batch without them. A smaller model where fp32 would not fit."""
 
 
+class ClaimConfig(ConfigTable):
+    """What someone states that a rung, or the whole climb, gains; techniques bring their own (`Claim`)."""
+
+    metric: Literal["tokens_per_s", "peak_memory_bytes"] = "tokens_per_s"
+    gain: Annotated[float, Field(gt=-1, allow_inf_nan=False)]
+    regime: str
+    source: str
+    relative_to: str | None = None
+    """As with `Claim.relative_to`. Without it: the rung before; of the whole climb: the base."""
+
+
 class SearchConfig(ConfigTable):
     """Searches made at the top of the ladder."""
 
@@ -93,6 +105,8 @@ class Addition:
     changes: Mapping[str, Any]
     replaces: tuple[str, ...] = ()
     keep: bool | Literal["faster"] = True
+    claim: Mapping[str, Any] | None = None
+    """As the record writes it; None: the technique's own."""
 
     def supersedes(self, earlier: Addition) -> bool:
         """Whether nothing is left of an earlier addition once this one is made."""
@@ -124,13 +138,15 @@ class LadderPlan:
     """Tokens per optimizer step of the recipe that the ladder varies; None for one micro batch."""
     recipe: str = ""
     """The recipe that the ladder varies, by name or path."""
+    claim: Mapping[str, Any] | None = None
+    """What someone states that the whole climb gains."""
 
 
 def load_ladder(name_or_path: str, overrides: Iterable[str] = ()) -> LadderPlan:
     """A ladder by name or path. Overrides change the base recipe, or `measure.`, `parity.`, `search.` keys."""
     path = LADDERS.find(name_or_path)
     tree = LADDERS.read(path)
-    allowed = ("about", "recipe", "rungs", "base", *OWN_TABLES)
+    allowed = ("about", "recipe", "rungs", "base", "claim", *OWN_TABLES)
     for key in tree:
         if key not in allowed:
             raise RecipeError(f"{path}: {key} is not a key of a ladder; {nearest(key, allowed)}")
@@ -158,6 +174,7 @@ def load_ladder(name_or_path: str, overrides: Iterable[str] = ()) -> LadderPlan:
         read_table(SearchConfig, tree, "search", path),
         step_tokens,
         recipe,
+        _claim(tree, path, "the base"),
     )
 
 
@@ -198,6 +215,7 @@ def _addition(entry: Any, path: Path) -> Addition:
         raise RecipeError(f"{path}: a rung is {entry!r}; allowed: a technique's name, or a table.")
     table = dict(entry)
     title, keep, replaces = table.pop("title", None), table.pop("keep", True), table.pop("replaces", [])
+    claim = _claim({"claim": table.pop("claim")}, path, "the rung before") if "claim" in table else None
     if not (isinstance(keep, bool) or keep == "faster") or not isinstance(replaces, list):
         raise RecipeError(
             f'{path}: in {entry!r}, keep is true, false or "faster", and replaces is a list of names.'
@@ -219,7 +237,15 @@ def _addition(entry: Any, path: Path) -> Addition:
     name = ", ".join(words)
     if not name:
         raise RecipeError(f"{path}: a rung adds nothing: {entry!r}.")
-    return Addition(name, title or name, technique, changes, tuple(replaces), keep)
+    return Addition(name, title or name, technique, changes, tuple(replaces), keep, claim)
+
+
+def _claim(tree: Mapping[str, Any], path: Path, relative_to: str) -> Mapping[str, Any] | None:
+    """The claim of a rung or of the whole ladder, as the record writes it."""
+    if "claim" not in tree:
+        return None
+    read = read_table(ClaimConfig, tree, "claim", path).model_dump()
+    return {**read, "relative_to": read["relative_to"] or relative_to}
 
 
 def read_table(kind: type[AnyConfig], tree: Mapping[str, Any], key: str, path: Path | str) -> AnyConfig:
