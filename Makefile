@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests and ranks are processes: without its bytecode each would compile the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help ladder train finetune test test-changed test-planted test-all test-slow test-gpu check docs format bundle lock clean FORCE
+.PHONY: help ladder train finetune test test-changed test-trackers test-planted test-all test-slow test-gpu check docs format bundle lock clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -39,6 +39,10 @@ test: $(VENV)/.dev ## the tests: some 19 minutes on two cores, a quarter of it l
 
 test-changed: $(VENV)/.dev ## the tests of what changed since the last commit (or since BASE=…)
 	tests=$$($(BIN)/python scripts/changed_tests.py $(BASE)); test -z "$$tests" || $(BIN)/python -m pytest -n 2 --dist worksteal $$tests
+
+test-trackers: ## the tests of W&B, MLflow and trackio, with the real libraries in an environment of their own, offline
+	$(PYTHON) scripts/install.py $(VENV)-trackers --torch $(TORCH) --extras dev,trackers
+	$(VENV)-trackers/bin/python -m pytest tests/training/test_trackers.py
 
 # In a copy of the tree, one bug at a time; ARGS="--area data", ARGS="--only NAME" try some of them.
 test-planted: $(VENV)/.dev ## put back some two hundred bugs, one at a time: which share do the tests of `make test` catch?

@@ -175,6 +175,33 @@ class LayoutSection(Section):
     """Shards of every sequence."""
 
 
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+
+
+def tracker_name(entry: str) -> str:
+    """The tracker of an entry of `run.trackers`, which may name a project after a colon."""
+    return entry.partition(":")[0]
+
+
+def with_former_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """`tensorboard = true` and `wandb = "PROJECT"`, as recipes had them, beside or instead of `trackers`."""
+    former = {key: values[key] for key in ("tensorboard", "wandb") if key in values}
+    if not former:
+        return values
+    rest = {key: value for key, value in values.items() if key not in former}
+    entries = rest.get("trackers", ["tensorboard"])
+    if not isinstance(entries, list):
+        return rest  # refused with its own message
+    board, project = former.get("tensorboard"), former.get("wandb")
+    if "tensorboard" in former and not isinstance(board, bool):
+        raise ValueError(f"run.tensorboard is {board!r}; allowed: true or false, or run.trackers instead")
+    if project is not None and not isinstance(project, str):
+        raise ValueError(f"run.wandb is {project!r}; allowed: the name of a project, or run.trackers instead")
+    kept = [entry for entry in entries if str(entry).partition(":")[0] not in former]
+    boards = ["tensorboard"] * bool(board)
+    return {**rest, "trackers": [*boards, *kept, *[f"wandb:{project}"] * (project not in (None, "none"))]}
+
+
 class RunSection(Section):
     seed: NotNegative = 1337
     deterministic: bool = False
@@ -205,9 +232,30 @@ class RunSection(Section):
     memory_limit_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Limit of device memory (GB of 10⁹ bytes), as if the device were smaller. On a CPU (Linux) a step that needs more stops
     the run."""
-    tensorboard: bool = True
-    wandb: str | None = None
-    """A Weights & Biases project to log to; the API key comes from the environment, never from a recipe."""
+    trackers: list[str] = ["tensorboard"]
+    """Where metrics and samples go besides the run folder: `tensorboard`, `wandb`, `mlflow`, `trackio`; with a project, as in
+    `wandb:PROJECT`. Logins come from the environment, never from a recipe (docs/trackers.md)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_keys(cls, values: object) -> object:
+        """`run.tensorboard` and `run.wandb` of older recipes change the list."""
+        return with_former_keys(values) if isinstance(values, dict) else values
+
+    @field_validator("trackers")
+    @classmethod
+    def _known_trackers(cls, entries: list[str]) -> list[str]:
+        names = [tracker_name(entry) for entry in entries]
+        for entry, name in zip(entries, names, strict=True):
+            if name not in TRACKERS:
+                raise ValueError(f"run.trackers names {entry!r}; {nearest(name, TRACKERS).rstrip('.')}")
+            if name != entry and (name == "tensorboard" or not entry.removeprefix(f"{name}:").strip()):
+                raise ValueError(
+                    f"run.trackers names {entry!r}; allowed: a project after the colon, as in wandb:PROJECT, and none for tensorboard"
+                )
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"run.trackers names {', '.join(twice)} more than once; name each one once")
+        return entries
 
 
 class Recipe(Section):
@@ -336,7 +384,7 @@ class Recipe(Section):
         content["techniques"] = _renamed(self.techniques, {new: old for old, new in FORMER_NAMES.items()})
         if self.schedule.epochs is None:  # as in recipes from before there were epochs
             del content["schedule"]["epochs"]
-        content["run"] = self.run.model_dump(mode="json", exclude_defaults=True)
+        content["run"] = _former_run(self.run.model_dump(mode="json", exclude_defaults=True))
         return content
 
     @property
@@ -344,6 +392,18 @@ class Recipe(Section):
         """SHA-256 of the content: equal for recipes that describe the same run."""
         canonical = json.dumps(self.content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _former_run(content: dict[str, Any]) -> dict[str, Any]:
+    """Trackers under the keys that recipes had for them, where they say it all: digests stay what they were."""
+    entries = content.get("trackers")
+    project = next((entry[len("wandb:") :] for entry in entries or () if entry.startswith("wandb:")), None)
+    board = [entry for entry in entries or () if entry == "tensorboard"]
+    if entries is None or entries != board + [f"wandb:{project}"] * (project is not None):
+        return content
+    former = {} if board else {"tensorboard": False}
+    former |= {} if project is None else {"wandb": project}
+    return {key: value for key, value in content.items() if key != "trackers"} | former
 
 
 def _renamed(entries: list[str | dict[str, Knob]], names: Mapping[str, str]) -> list[str | dict[str, Knob]]:

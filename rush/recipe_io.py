@@ -17,11 +17,12 @@ from difflib import get_close_matches
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from rush.errors import RecipeError, nearest
 from rush.models import SIZES
 from rush.ready import RECIPES
-from rush.recipe import AUTO, FORMER_NAMES, LARGEST_PASS, DataSection, Recipe
+from rush.recipe import AUTO, FORMER_NAMES, LARGEST_PASS, DataSection, Recipe, with_former_keys
 
 PUBLISHED = "published"
 _OVERRIDE = re.compile(r"^([A-Za-z_][\w.-]*?)\s*(\+=|-=|=)(.*)$", re.DOTALL)
@@ -113,6 +114,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     if (key, operator, value) == ("data", "=", PUBLISHED):
         _take_published(tree)
         return
+    if key == "run.trackers" and isinstance(run := tree.get("run"), dict):
+        tree["run"] = _current_keys(run)
     if operator == "=" and value == "none" and '"' not in text and _optional(key):
         _remove(tree, key)
         return
@@ -121,7 +124,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         return
     node: Any = tree
     for part in key.split("."):
-        node = node.get(part, []) if isinstance(node, dict) else None
+        node = node.get(part) if isinstance(node, dict) else None
+    node = _default_of(key) if node is None else node
     if not isinstance(node, list):
         raise RecipeError(
             f"{key}{operator} works on lists only, such as techniques; {key} is not one. Use {key}=."
@@ -136,6 +140,14 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             raise RecipeError(f"{override!r}: {name!r} is not in {key}, which is {node}.")
         node = kept
     assign(tree, key, node)
+
+
+def _current_keys(run: dict[str, Any]) -> dict[str, Any]:
+    """The table without the keys that `run.trackers` replaced, which would change what an override says."""
+    try:
+        return with_former_keys(run)
+    except ValueError as error:
+        raise RecipeError(f"{error}.") from None
 
 
 def _published(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,15 +179,26 @@ def _take_published(tree: dict[str, Any]) -> None:
 
 def _optional(key: str) -> bool:
     """Whether a key's default is none (a key without a value, as batch.total_tokens)."""
+    field = _field(key)
+    return field is not None and not field.is_required() and field.default is None
+
+
+def _default_of(key: str) -> Any:
+    """What a list has where the recipe does not name it; an empty one for a key that is not known, which is refused later."""
+    field = _field(key)
+    return [] if field is None or field.is_required() or field.default is None else field.default
+
+
+def _field(key: str) -> FieldInfo | None:
+    """The definition of a dotted key."""
     *parents, last = key.split(".")
     part: type[BaseModel] = Recipe
     for name in parents:
         inner = part.model_fields[name].annotation if name in part.model_fields else None
         if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return False
+            return None
         part = inner
-    field = part.model_fields.get(last)
-    return field is not None and not field.is_required() and field.default is None
+    return part.model_fields.get(last)
 
 
 def _remove(tree: dict[str, Any], key: str) -> None:

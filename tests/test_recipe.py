@@ -20,7 +20,7 @@ from rush.lab.ladder.ladder_file import load_ladder
 from rush.models import LinearRopeScaling, RopeScaling
 from rush.ready import LADDERS, RECIPES, short_name
 from rush.recipe import Recipe
-from rush.recipe_io import changed, differences, load_recipe, parse, read_tree, write_toml
+from rush.recipe_io import apply_override, changed, differences, load_recipe, parse, read_tree, write_toml
 
 MINIMAL: dict[str, Any] = {
     "model": {"name": "tiny"},
@@ -102,6 +102,58 @@ def test_lists_can_be_lengthened_and_shortened() -> None:
     recipe = load_recipe("gpt2-124m", ["techniques-=compile", "techniques+={name='compile', scope='block'}"])
     assert recipe.technique_uses()[-1] == ("compile", {"scope": "block"})
     assert [name for name, _ in recipe.technique_uses()].count("compile") == 1
+
+
+@pytest.mark.parametrize(
+    ("former", "trackers", "digest"),
+    [
+        ({}, ["tensorboard"], "934117bf"),
+        ({"tensorboard": False}, [], "338b3b69"),
+        ({"wandb": "p"}, ["tensorboard", "wandb:p"], "940b9755"),
+        ({"tensorboard": False, "wandb": "p"}, ["wandb:p"], "e712cb94"),
+    ],
+)
+def test_the_former_keys_of_trackers_are_read_and_keep_their_digests(
+    former: dict[str, Any], trackers: list[str], digest: str
+) -> None:
+    """The digests are those of recipes from before `run.trackers`."""
+    old, new = parse({**MINIMAL, "run": former}), parse({**MINIMAL, "run": {"trackers": trackers}})
+    assert old.run.trackers == trackers
+    assert old.digest[:8] == new.digest[:8] == digest
+
+
+def test_trackers_are_added_to_and_taken_from_their_default_and_former_keys_do_not_bring_them_back() -> None:
+    def trackers(run: dict[str, Any], *overrides: str) -> list[str]:
+        tree = {**MINIMAL, "run": run}
+        for override in overrides:
+            apply_override(tree, override)
+        return parse(tree).run.trackers
+
+    assert trackers({}, "run.trackers+=wandb:mine") == ["tensorboard", "wandb:mine"]
+    assert trackers({}, "run.trackers-=tensorboard") == []
+    assert trackers({"tensorboard": True, "wandb": "p"}, "run.trackers-=tensorboard") == ["wandb:p"]
+    assert trackers({"trackers": ["tensorboard", "mlflow"]}, "run.tensorboard=false") == ["mlflow"]
+    assert trackers({"wandb": "p"}, "run.wandb=none") == ["tensorboard"]
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (
+            {"trackers": ["wandv"]},
+            r"run.trackers names 'wandv'; did you mean 'wandb'\? Allowed: mlflow, tensorboard",
+        ),
+        ({"trackers": ["wandb:"]}, "names 'wandb:'; allowed: a project after the colon"),
+        ({"trackers": ["tensorboard:x"]}, "none for tensorboard"),
+        ({"trackers": ["wandb", "wandb:x"]}, "names wandb more than once"),
+        ({"trackers": "wandb"}, r"run.trackers is 'wandb' \(text\); allowed: a valid list"),
+        ({"tensorboard": "yes"}, "run.tensorboard is 'yes'; allowed: true or false"),
+        ({"wandb": 3}, "run.wandb is 3; allowed: the name of a project"),
+    ],
+)
+def test_trackers_that_are_none_are_refused(run: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        parse({**MINIMAL, "run": run})
 
 
 def test_a_former_technique_name_is_read_and_keeps_its_digest() -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from rush.files import shareable
 from rush.records.lock import LOCK_NAME, FolderLock
-from rush.training.metric_sinks import TensorBoard
 from tests.training.small_runs import ROOT, small_recipe, write_corpus
 
 HOST, USER = "planted-host", "plantina"
@@ -127,15 +126,3 @@ def test_messages_are_recorded_without_the_home_and_the_working_folder(
     assert shareable(said) == f"no a.py and no ~{os.sep}b.py and no /etc/c"
     monkeypatch.chdir("/")
     assert shareable("no /etc/c") == "no /etc/c"
-
-
-def test_tensorboard_reads_what_a_run_and_its_resume_wrote(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for first, last, times in ((1, 5, 1.0), (3, 4, 10.0)):
-        sink = TensorBoard(tmp_path, first)
-        for step in range(first, last + 1):
-            sink.write(step, {"loss": times * step})
-        sink.close()
-    seen = accumulator.EventAccumulator(str(tmp_path))
-    seen.Reload()
-    assert [(row.step, row.value) for row in seen.Scalars("loss")] == [(1, 1), (2, 2), (3, 30), (4, 40)]

@@ -158,10 +158,10 @@ def _train_here(
 
 def _how_to_watch(folder: Path, recipe: Recipe | None) -> str:
     """The line that a run begins with."""
-    board = f" (or: tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))})"
-    return f"Watch it: rush watch {shlex.quote(str(folder))}" + board * (
-        recipe is not None and recipe.run.tensorboard
-    )
+    from rush.training.trackers import where_to_look
+
+    others = where_to_look(recipe, folder) if recipe is not None else []
+    return f"Watch it: rush watch {shlex.quote(str(folder))}" + f" (or: {'; '.join(others)})" * bool(others)
 
 
 def _warn_of_another_machine(file: Path, recipe: Recipe) -> None:

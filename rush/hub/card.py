@@ -17,7 +17,7 @@ from rush.data.sources import find_dataset
 from rush.errors import DataError
 from rush.files import parse_json
 from rush.models import Shape, count_parameters
-from rush.recipe import Recipe
+from rush.recipe import Recipe, tracker_name
 from rush.recipe_io import changed, load_recipe, write_toml
 from rush.records.ladder import read_ladder
 from rush.records.life import life_words
@@ -120,7 +120,7 @@ def shareable_recipe(recipe: Recipe) -> Recipe:
         values["model.init_from"] = public_base(recipe.model.init_from)
     if data.tokenizer.startswith(("/", "~", ".")) or data.tokenizer.count("/") > 1:
         values["data.tokenizer"] = Path(data.tokenizer).name
-    quiet = recipe.run.model_copy(update={"wandb": None})
+    quiet = recipe.run.model_copy(update={"trackers": [tracker_name(entry) for entry in recipe.run.trackers]})
     return changed(recipe.model_copy(update={"run": quiet}), values)
 
 

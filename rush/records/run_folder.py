@@ -47,6 +47,8 @@ class RunFolder:
     metrics = _Entry("metrics.jsonl")
     samples = _Entry("samples.jsonl")
     saves = _Entry("saves.jsonl")
+    trackers = _Entry("trackers.json")
+    """The ids of the run in its trackers."""
     notes = _Entry("notes.jsonl")
     """What the run said on the way: warnings, advice, which checkpoint it resumed from."""
     tokenizer = _Entry("tokenizer")
@@ -70,6 +72,7 @@ def check_empty(folder: RunFolder) -> None:
     own = {entry.name for entry in vars(RunFolder).values() if isinstance(entry, _Entry)} | {
         "checkpoints",
         "tensorboard",
+        "wandb",
     }
     others = sorted(path.name for path in folder.path.glob("[!.]*") if path.name not in own)
     if others:

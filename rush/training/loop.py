@@ -42,9 +42,9 @@ from rush.training.epochs import repetition_advice, resolved, with_steps
 from rush.training.failures import RunStatus, reporting_failures
 from rush.training.hub_commits import as_recorded, with_commits
 from rush.training.lost_updates import lost_updates_warning
-from rush.training.metric_sinks import open_sinks
 from rush.training.objectives import objective_of
 from rush.training.session import Session, Summary
+from rush.training.trackers import Trackers, check_trackers, open_trackers
 from rush.training.view import View
 from rush.version import __version__
 
@@ -84,6 +84,7 @@ def _train_recipe(
     ):
         status.ranks = ranks
         status.folder = folder = RunFolder(Path(ranks.on_rank0(lambda: str(folder.path))))
+        ranks.on_rank0(partial(check_trackers, recipe))
         opened = resumed_run(folder.path) if resume else new_run(folder.path)
         ranks.on_rank0(lambda: _open(stack, opened))
         status.recipe = recipe = with_commits(recipe, ranks, view.note if ranks.main else View().note)
@@ -96,7 +97,7 @@ def _open(stack: ExitStack, opened: AbstractContextManager[RunFolder]) -> None:
 
 FREE_ON_RESUME = ("about", "layout.ddp", "layout.fsdp", "layout.pp", "layout.cp", "layout.tp", "run.save_every",
                   "run.save_async", "run.keep", "run.timeout_s", "run.drift_every", "run.validate_every", "run.sample_every",
-                  "run.sample_prompt", "run.sample_tokens", "run.tensorboard", "run.wandb")  # fmt: skip
+                  "run.sample_prompt", "run.sample_tokens", "run.trackers")  # fmt: skip
 """Recipe keys that a resumed run may change: they do not change what it learns."""
 
 
@@ -162,7 +163,6 @@ def _train(
         view.note(f"Resuming from {resumed.path.name}.")
     else:
         _seed_generators(recipe.run.seed)
-    sinks = open_sinks(recipe, folder.path, done + 1) if ranks.main else []
     saver = Saver(
         store,
         ranks,
@@ -170,7 +170,10 @@ def _train(
         note=view.note,
         room=partial(room_for_copies, run.device, run.limit),
     )
-    session = Session(recipe, run, folder, corpus, loader, sinks, view, saver, status)
+    trackers = Trackers((), view.note)
+    if ranks.main:
+        trackers = open_trackers(recipe, folder, done + 1, resumed=resumed is not None, note=view.note)
+    session = Session(recipe, run, folder, corpus, loader, trackers, view, saver, status)
     try:
         if not ranks.main:
             return session.go(done, tokens)
@@ -181,17 +184,18 @@ def _train(
         for path in (folder.metrics, folder.samples, folder.saves):
             truncate_after(path, done)
         with (
+            trackers,
             RowWriter(folder.metrics, MetricsRow) as metrics,
             RowWriter(folder.samples, SampleRow) as samples,
             RowWriter(folder.saves, SaveRow) as saves,
         ):
             session.rows = metrics, samples
             saver.after = lambda saved: _record_save(saved, saves, store, recipe.run.keep)
-            return session.go(done, tokens)
+            summary = session.go(done, tokens)
+            trackers.ended = "interrupted" if summary.interrupted else "finished"
+            return summary
     finally:
         loader.close()
-        for sink in sinks:
-            sink.close()
 
 
 def _seed_generators(seed: int) -> None:

@@ -29,10 +29,10 @@ from rush.records.run_folder import RunFolder
 from rush.training.build import Run
 from rush.training.corpus import Corpus
 from rush.training.failures import Phase, RunStatus
-from rush.training.metric_sinks import MetricSink
 from rush.training.sample import Sampler, gathered_run
 from rush.training.schedule import learning_rate
 from rush.training.step import LaunchedStep, launch_step
+from rush.training.trackers import Trackers
 from rush.training.utilization import UtilizationMetric, utilization_metric
 from rush.training.validation import Validation, rows_before
 from rush.training.view import View
@@ -89,7 +89,7 @@ class Session:
     folder: RunFolder
     corpus: Corpus
     loader: Any
-    sinks: list[MetricSink]
+    trackers: Trackers
     view: View
     saver: Saver
     status: RunStatus
@@ -255,13 +255,13 @@ class Session:
             return
         metrics, samples = self.rows
         metrics.write(row)
-        for sink in self.sinks:
-            sink.write(step, {k: v for k, v in row.items() if isinstance(v, float)})
+        self.trackers.scalars(step, _numbers(row))
         self.view.row(row)
         if sampled:
             sample = self.sampler.row(run, self.corpus, self.recipe, step)
             samples.write(sample)
             if sample["text"] is not None:
+                self.trackers.sample(step, sample["text"])
                 self.view.sample(step, sample["text"])
 
     def _save(self, row: MetricsRow, last: bool) -> None:
@@ -307,6 +307,15 @@ class Session:
             tokens_per_s=speed,
             interrupted=step < self.recipe.steps,
         )
+
+
+def _numbers(row: MetricsRow) -> dict[str, float]:
+    """What a tracker draws over steps."""
+    return {
+        k: v
+        for k, v in row.items()
+        if isinstance(v, (int, float)) and not isinstance(v, bool) and k != "step"
+    }
 
 
 def _mean_loss(rows: Sequence[MetricsRow]) -> float:

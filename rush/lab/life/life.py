@@ -95,7 +95,7 @@ def short(recipe: Recipe, **changes: Any) -> Recipe:
             "run.validate_sequences": 2 * recipe.micro,
             "run.sample_every": SAMPLE_EVERY,
             "run.sample_tokens": 4,
-            "run.tensorboard": False,
+            "run.trackers": [],
             **changes,
         },
     )
