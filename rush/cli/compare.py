@@ -94,7 +94,7 @@ def _run_words(found: RunComparison) -> list[str]:
         )
     lines += found.notes
     if not found.differences:
-        return [*lines, "The recipes are the same."]
+        return [*lines, f"Differences of the recipes: {found.without_differences}"]
     lines.append("Differences of the recipes:")
     for key, values in found.differences:
         each = [

@@ -71,6 +71,14 @@ class RunComparison:
         return "validation loss" if self.validated else "smoothed training loss"
 
     @property
+    def without_differences(self) -> str:
+        """What is said where no difference was found: that there is none only if every recipe could be read."""
+        lost = [one.letter for one in self.runs if not one.run.recipe]
+        if lost:
+            return f"Not known: there is no readable recipe.toml of {', '.join(lost)}."
+        return "None: all runs have the same recipe."
+
+    @property
     def notes(self) -> list[str]:
         """What makes the losses of these runs hard to compare."""
         keys = {key for key, _ in self.differences}

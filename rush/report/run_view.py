@@ -6,6 +6,7 @@ A folder may be unfinished, damaged or a stranger's: what cannot be read is left
 from __future__ import annotations
 
 import os
+import shlex
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -219,7 +220,10 @@ def warnings(run: RunView) -> list[str]:
     """What a reader should know before trusting the curves."""
     series, notes = run.series, []
     if run.status == "interrupted":
-        notes.append(f"The run stopped before its last step. Resume it: rush train --out {run.name} --resume")
+        notes.append(
+            "The run stopped before its last step. Resume it, in the folder that holds this one: "
+            f"rush train --out {shlex.quote(run.name)} --resume"
+        )
     if run.status == "failed":
         phase = text(run.failure.get("phase")) or "a step"
         names = [word for one in run.failure.get("techniques") or () if (word := text(one))]

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from rush.files import parse_json
+from rush.records.gains import judged_again
 from rush.records.run_series import finite
 from rush.records.run_status import KINDS, holder_is_alive, status_of
 from rush.records.tail import open_file
-from rush.report.lenient import text, whole
+from rush.report.lenient import table, text, whole
 from rush.report.run_view import read_toml
 
 DEEPEST = 5
@@ -220,7 +221,7 @@ def _ladder_row(file: Any, size: int) -> dict[str, Any]:
     tree = _tree(file)
     rungs = [
         [text(rung.get("title")) or text(rung.get("name")), _speed(rung), _ratio(rung.get("total_gain")),
-         finite(rung.get("peak_memory_bytes")), text(rung.get("verdict"))]
+         finite(rung.get("peak_memory_bytes")), judged_again(text(rung.get("verdict")) or "", table(rung.get("gain")))]
         for rung in _rows_of(tree, "rungs")
     ]  # fmt: skip
     return {

@@ -164,7 +164,7 @@ def test_a_real_run_writes_its_page_when_interrupted_and_ends_well_where_it_cann
     assert stopped.interrupted
     page = (out / "report.html").read_text()
     assert f"tiny stopped at step {stopped.step} of 4" in page
-    assert "Resume it: rush train --out run --resume" in page
+    assert "in the folder that holds this one: rush train --out run --resume" in page
     (out / "report.html").unlink()
     (out / "report.html").mkdir()  # where a file is to go
     view = Interrupting()
