@@ -33,6 +33,11 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM)
 _TEMPORARY = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.tmp")
 
 
+def is_disk_full(error: BaseException) -> bool:
+    """Whether the operating system refused to write more."""
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
 @contextlib.contextmanager
 def writing(path: Path, what: str = "", advice: str = "") -> Iterator[None]:
     """Turn an operating-system error while writing `path` into one message for a person.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,16 @@ def render(template: str, styles: Sequence[str] = ("style.css",), **values: Any)
         f"default-src 'none'; style-src '{digest(style)}'; script-src '{digest(script)}'; "
         "base-uri 'none'; form-action 'none'"
     )
+    return (
+        _environment()
+        .get_template(template)
+        .render(policy=policy, style=Markup(style), script=Markup(script), **values)
+    )
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    """With the templates it has compiled: a template takes longer to compile than to fill in."""
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_asset),
         autoescape=True,
@@ -196,9 +207,7 @@ def render(template: str, styles: Sequence[str] = ("style.css",), **values: Any)
         badge=badge,
         many=MANY_PANELS,
     )
-    return environment.get_template(template).render(
-        policy=policy, style=Markup(style), script=Markup(script), **values
-    )
+    return environment
 
 
 def digest(content: str) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from rush.errors import CannotWrite, Outage, OwnFault, RunFailed, RushError
-from rush.files import append_log, write_json_atomic
+from rush.files import append_log, is_disk_full, write_json_atomic
 from rush.hardware import Machine, fragmentation_hint, out_of_memory
 from rush.parallel import AXES, Ranks, started_rank
 from rush.parallel.store_channel import FROM_RANK_0
@@ -107,6 +107,7 @@ def reporting_failures(status: RunStatus) -> Iterator[None]:
 
 def _cannot_write(error: CannotWrite, status: RunStatus) -> CannotWrite:
     """Which rank could not write (disks may be of different nodes), and how to resume once it can."""
+    _record_identifiers(error, status, [])
     notes = getattr(error, "__notes__", ())
     whose = "" if status.ranks.alone or FROM_RANK_0 in notes else f"rank {status.ranks.rank}: "
     failed = CannotWrite(f"{whose}{error} {_how_to_resume(status)}".rstrip())
@@ -120,15 +121,26 @@ def failure_message(error: BaseException, status: RunStatus) -> RushError:
     uses = status.uses()
     found, where = _log_failure(error, status, str(status), uses)
     kind, message = _diagnosis(error, status, uses, found)
-    if status.folder is not None:
-        names = [one.technique.name for one in _blamed(error, found) if one.technique.name not in AXES]
-        with suppress(RushError):
-            identifiers = {"phase": status.phase.name.lower(), "step": status.step, "techniques": names}
-            write_json_atomic(status.folder.last_failure, identifiers)
+    names = [one.technique.name for one in _blamed(error, found) if one.technique.name not in AXES]
+    _record_identifiers(error, status, names)
     failed = kind(f"{message} {where} {_how_to_resume(status)}".rstrip())
     if FROM_RANK_0 in getattr(error, "__notes__", ()):
         failed.add_note(FROM_RANK_0)
     return failed
+
+
+def _record_identifiers(error: BaseException, status: RunStatus, techniques: list[str]) -> None:
+    """Write what a program needs to know of the failure: nothing has to be read out of the message."""
+    if status.folder is None:
+        return
+    identifiers = {
+        "phase": status.phase.name.lower(),
+        "step": status.step,
+        "techniques": techniques,
+        "disk_full": any(map(is_disk_full, chain(error))),
+    }
+    with suppress(RushError):
+        write_json_atomic(status.folder.last_failure, identifiers)
 
 
 def report_late(status: RunStatus, uses: list[Use], error: BaseException, at: str) -> None:

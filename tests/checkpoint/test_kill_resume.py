@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
+from tests.fresh_cache import fresh_cache
 from tests.training.forked_runs import ForkedRush
-from tests.training.small_runs import checkpoint_files, rows, rush, small_recipe, start_rush, write_corpus
+from tests.training.small_runs import checkpoint_files, rows, rush, small_recipe, write_corpus
 
-STEPS = {5: 50, 14: 80}
+STEPS = {3: 30, 14: 80}
 """More than all kills of a chain leave behind."""
 
 
@@ -77,7 +78,7 @@ def assert_a_beginning(folder: Path, whole: Path, when: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("family", "kills"),
-    [("gpt2", 5), *(pytest.param(family, 14, marks=pytest.mark.slow) for family in ("gpt2", "llama"))],
+    [("gpt2", 3), *(pytest.param(family, 14, marks=pytest.mark.slow) for family in ("gpt2", "llama"))],
 )
 def test_killed_at_any_instant_the_resumed_run_is_the_same_to_the_last_bit(
     tmp_path: Path, family: str, kills: int
@@ -100,7 +101,7 @@ def test_killed_at_any_instant_the_resumed_run_is_the_same_to_the_last_bit(
         in_save += any((folder / "checkpoints").glob(".writing-*"))
         killed.append(kind)
         assert_a_beginning(folder, whole, kind)
-    assert in_save >= kills // 4, f"only {in_save} kills left a half-written checkpoint"
+    assert in_save >= max(1, kills // 4), f"only {in_save} kills left a half-written checkpoint"
     assert ForkedRush("train", recipe, "run.keep=1000", "--out", folder, "--resume", cache=cache).wait() == 0
     assert rows(folder) == rows(whole)
     assert rows(folder, "samples.jsonl") == rows(whole, "samples.jsonl")
@@ -114,12 +115,12 @@ def test_an_interrupted_run_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus")
     changes: dict[str, Any] = {"schedule": {"steps": 4000}, "run": {"save_every": 0, "tensorboard": False}}
     recipe.write_text(small_recipe(corpus, **changes))
-    process = start_rush("train", recipe, "--out", folder, cache=cache)
+    process = ForkedRush("train", recipe, "--out", folder, cache=fresh_cache(cache))
     while len(rows(folder)) < 3:
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 130
+    assert process.wait() == 130
     last = rows(folder)[-1]["step"]
     assert list(checkpoint_files(folder)) != []
     assert (folder / "checkpoints" / f"step-{last:06d}" / "manifest.json").is_file()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from rush.explain.page import write
 from rush.explain.records import explain
 from tests.explain import made_up
-from tests.report.browser import Browser
+from tests.report.browser import Browser, Page
 from tests.report.made_up import HOSTILE
 from tests.report.test_report_browser import CONTRAST, OVERFLOWING
 
@@ -45,20 +46,35 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write(explain(record), folder / name)["report"] for name, record in records.items()}
 
 
+@pytest.fixture(scope="module")
+def shown(browser: Browser, pages: dict[str, Path]) -> Iterator[Callable[..., Page]]:
+    """Each page in one tab for all tests that only look at it; a tab takes longer to open than to look at."""
+    tabs: dict[str, Page] = {}
+
+    def show(name: str, width: int = 1280) -> Page:
+        if name not in tabs:
+            tabs[name] = browser.open(pages[name])
+        tabs[name].resize(width, 900)
+        return tabs[name]
+
+    yield show
+    for tab in tabs.values():
+        tab.close()
+
+
 @pytest.mark.parametrize(
     "name", [*RECORDS, "hostile-roofline", "hostile-precision-none", "hostile-fusion-none"]
 )
 def test_a_page_opens_without_a_complaint_and_fits_every_screen(
-    name: str, browser: Browser, pages: dict[str, Path]
+    name: str, shown: Callable[..., Page], pages: dict[str, Path]
 ) -> None:
-    page = browser.open(pages[name])
+    page = shown(name)
     assert page.complaints() == []
     assert page.requests() == [pages[name].resolve().as_uri()]
     for width in (320, 390, 900, 1280):
         page.resize(width, 800)
         assert page.evaluate(OVERFLOWING) == [], width
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-    page.close()
 
 
 OUTSIDE = """
@@ -82,12 +98,11 @@ OVERLAPPING = """
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("name", RECORDS)
 def test_labels_stay_inside_their_picture_and_off_each_other(
-    name: str, width: int, browser: Browser, pages: dict[str, Path]
+    name: str, width: int, shown: Callable[..., Page]
 ) -> None:
-    page = browser.open(pages[name], width=width)
+    page = shown(name, width)
     assert page.evaluate(OUTSIDE) == []
     assert page.evaluate(OVERLAPPING) == []
-    page.close()
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -113,12 +128,10 @@ def test_hostile_strings_run_nothing_and_add_no_element(browser: Browser, pages:
     page.close()
 
 
-def test_every_picture_has_a_text_alternative(browser: Browser, pages: dict[str, Path]) -> None:
+def test_every_picture_has_a_text_alternative(shown: Callable[..., Page]) -> None:
     for name in RECORDS:
-        page = browser.open(pages[name])
         silent = "[...document.querySelectorAll('svg')].filter(s => !(s.getAttribute('role') === 'img' && s.ariaLabel)).length"  # fmt: skip
-        assert page.evaluate(silent) == 0
-        page.close()
+        assert shown(name).evaluate(silent) == 0
 
 
 def test_print_is_light_also_from_a_dark_page(browser: Browser, pages: dict[str, Path]) -> None:

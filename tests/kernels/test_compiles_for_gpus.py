@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from rush.files import cache_folder
 from tests.kernels import gpu_launches
 
 HERE = Path(__file__).parent
@@ -75,7 +76,8 @@ def compile_offline(folder: Path, module: str, *options: str) -> Report:
     report = folder / "report.json"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment |= {
-        "TRITON_CACHE_DIR": str(folder / "triton"),
+        # As a user's: named after the sources and the compiler, so that what has not changed is not compiled anew.
+        "TRITON_CACHE_DIR": str(cache_folder() / "triton"),
         "PYTHONPATH": os.pathsep.join([str(folder), str(HERE), str(HERE.parents[1])]),
         "CUDA_VISIBLE_DEVICES": "",
     }

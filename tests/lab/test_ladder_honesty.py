@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rush.cli.ladder_table import _caption
-from rush.lab.ladder.climb import LadderProgress, climb
+from rush.lab.ladder.climb import Climb, LadderProgress, climb
 from rush.lab.ladder.findings import RESTLESS
 from rush.lab.ladder.ladder_file import load_ladder
 from rush.records.ladder import read_ladder
@@ -22,6 +22,12 @@ PLANTED = Path(__file__).parent / "planted"
 PLANT, STEADY = PLANTED / "plant.py", PLANTED / "steady.py"
 ROOT = Path(__file__).resolve().parents[2]
 LadderFile = Callable[..., Path]
+
+
+@pytest.fixture(name="no_lives")
+def _no_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what a ladder's trials show: that rungs have lives is seen in test_usable.py."""
+    monkeypatch.setattr(Climb, "_live", lambda self, state: None)
 
 
 @pytest.fixture(name="sleep")
@@ -34,6 +40,7 @@ def _plant(kind: str) -> str:
     return f'{{name = "plant", kind = "{kind}"}}'
 
 
+@pytest.mark.usefixtures("no_lives")
 def test_every_kind_of_failure_is_recorded_and_the_ladder_continues(
     ladder_file: LadderFile, tmp_path: Path, sleep: str
 ) -> None:
@@ -91,6 +98,7 @@ def test_plain_techniques_are_equal_and_show_their_evidence(ladder_file: LadderF
     assert len(list((tmp_path / "out" / "parity").glob("*.safetensors"))) == 4
 
 
+@pytest.mark.usefixtures("no_lives")
 def test_adapters_are_held_against_adapters_and_a_folder_may_travel_without_gradients(
     ladder_file: LadderFile, tmp_path: Path
 ) -> None:

@@ -123,7 +123,9 @@ def test_a_short_life_has_the_micro_batch_of_the_rung_and_fewer_layers_where_che
         (PartResult("whole", "`rush train` was not done after 60 s", 60.0, -signal.SIGKILL, late=True), "not known", "not done after 60 s"),
         (PartResult("again", "exit code -9: Loading", 1.0, -9), "not known", "killed from outside (SIGKILL)"),
         (PartResult("whole", "exit code 4: error: the checkpoint of step 2 failed with OSError: [Errno 28] No space left on "
-              "device: 'x'.", 1.0, 4), "not known", "no room for its checkpoints"),
+              "device: 'x'.", 1.0, 4, disk_full=True), "not known", "no room for its checkpoints"),
+        (PartResult("whole", "exit code 4: error: the checkpoint of step 2 failed with ValueError: No space left on device", 1.0, 4, phase="save"),
+         "broken", "it cannot save: "),
         (PartResult("whole", "exit code 5: error: the loss of step 3 is not finite.", 1.0, 5), "not known", "the loss of step 3"),
         (PartResult("whole", "exit code 2: error: batch.micro is too large.", 1.0, 2), "not known", "its short schedule could not"),
         (PartResult("again", "exit code 2: error: the technique x changed.", 1.0, 2), "broken", "it cannot resume: the technique"),

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from rush.hardware import Machine
+from rush.hardware import Machine, probe
 from rush.parallel import AXES
 from rush.techniques import registry
 from tests.lives.covering import Items, allowed_pairs, covering, smallest
@@ -54,6 +54,12 @@ def wanted(machine: Machine) -> Iterator[Wanted]:
                 before |= pairs.keys()
                 alone |= singles.keys()
                 yield Wanted(one.checked, _needed(pairs), singles)
+
+
+@cache
+def on_a_cpu() -> list[Wanted]:
+    """Everything that this machine's CPU allows."""
+    return list(wanted(probe("cpu")))
 
 
 def _wanted(setting: Setting, machine: Machine) -> Wanted:

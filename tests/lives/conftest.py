@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rush import kernels
 from rush.files import cache_folder
 from rush.lab.trial.starter import COMMANDS, Starter
 from tests.fresh_cache import fresh_cache
@@ -16,9 +17,12 @@ from tests.lives.living import Living
 from tests.lives.small import write_data
 
 LIBRARIES = ("bitsandbytes", "torchao")
-
-
 QUICK = ("tests.lives.quick_compiler",)
+KERNELS = tuple(
+    f"rush.kernels.{path.parent.name}.triton"
+    for path in sorted(Path(kernels.__path__[0]).glob("*/triton.py"))
+)
+"""Each is imported by the first run that needs it, and takes its time: Triton reads the source of every kernel."""
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +68,7 @@ def _living(
     # Where there is a GPU they ask for it when they are imported, which a process that forks must not.
     libraries = [] if torch.cuda.is_available() else [name for name in LIBRARIES if find_spec(name)]
     plain = (*preloaded, *COMMANDS, *libraries)
-    interpreted = ("tests.quick_interpreter", *plain)
+    interpreted = ("tests.quick_interpreter", *plain, *KERNELS)
     starters = Starter(plain, dismantle=False), Starter(interpreted, dismantle=False)
     yield Living(starters, folder, session / "data", environment, shallow)
     for starter in starters:

@@ -14,8 +14,9 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from tests.lives.arrays import Wanted, by_turns, compiles
+from tests.lives.arrays import Wanted, by_turns, compiles, on_a_cpu
 from tests.lives.covering import Items
 from tests.lives.small import Checked, Item, Setting
 
@@ -97,6 +98,12 @@ def joint(settings: Sequence[Wanted]) -> list[Life]:
     return lives
 
 
+@cache
+def quick_lives() -> list[Life]:
+    """Those on this machine's CPU."""
+    return joint(on_a_cpu())
+
+
 def _starts(one: Wanted) -> Iterator[list[Items]]:
     """The smallest recipes of a setting that a life may begin with: without a compiler, and with any."""
     wholes = list(dict.fromkeys(one.everything.values()))
@@ -126,3 +133,18 @@ def _grown(one: Wanted, wholes: Sequence[Items], missing: Missing) -> Life | Non
         if fitting is None:
             return Life(checked, chosen)
         chosen |= {fitting}
+
+
+def killed(lives: Sequence[Life]) -> list[bool]:
+    """Which lives are killed and resumed: one with a technique that no such life of its objective and axis has had.
+
+    What compiles is not: a resume waits for Dynamo once more.
+    """
+    had: set[Met] = set()
+    told = []
+    for life in lives:
+        mine = {_met(life.setting, item) for item in life.techniques}
+        told.append(not compiles(life.techniques) and not mine <= had)
+        if told[-1]:
+            had |= mine
+    return told

@@ -13,9 +13,9 @@ from rush.hardware import Machine, probe
 from rush.parallel import AXES
 from rush.recipe_io import changed, load_recipe
 from rush.techniques import check, registry
-from tests.lives.arrays import Wanted, wanted
+from tests.lives.arrays import Wanted, compiles, on_a_cpu
 from tests.lives.covering import allowed_pairs, covering, shrunk
-from tests.lives.joint import joint
+from tests.lives.joint import killed, quick_lives
 from tests.lives.small import FAMILIES, OBJECTIVES, Item, Setting, items
 
 
@@ -71,15 +71,15 @@ def machine() -> Machine:
 
 
 @pytest.fixture(scope="module")
-def every(machine: Machine) -> list[Wanted]:
-    return list(wanted(machine))
+def every() -> list[Wanted]:
+    return on_a_cpu()
 
 
 @pytest.fixture(scope="module")
-def recipes(every: list[Wanted]) -> Mapping[Setting, list[frozenset[Item]]]:
+def recipes() -> Mapping[Setting, list[frozenset[Item]]]:
     """The recipes of `make test`, by setting."""
     found: dict[Setting, list[frozenset[Item]]] = {}
-    for life in joint(every):
+    for life in quick_lives():
         found.setdefault(life.setting, []).append(life.techniques)
     return found
 
@@ -134,6 +134,23 @@ def test_each_technique_occurs_with_every_objective_and_axis_that_allow_it(
             if name in AXES or (slow and (axis or objective == "dpo")):
                 continue  # what compiles meets these in `make test-all`
             assert name in met or not any(_passes(way, machine, name) for way in there), (objective, axis)
+
+
+def test_each_technique_is_killed_and_resumed_with_every_objective_and_axis_it_occurs_with() -> None:
+    lives = quick_lives()
+    kills = killed(lives)
+    plain = [(life, kill) for life, kill in zip(lives, kills, strict=True) if not compiles(life.techniques)]
+    met, resumed = (
+        {
+            (life.setting.objective, life.setting.axis, item)
+            for life, kill in plain
+            if kill or not wanted
+            for item in life.techniques
+        }
+        for wanted in (False, True)
+    )
+    assert resumed == met
+    assert not any(kill for life, kill in zip(lives, kills, strict=True) if compiles(life.techniques))
 
 
 @pytest.mark.parametrize(

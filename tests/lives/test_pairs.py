@@ -1,8 +1,9 @@
-"""Every pair of techniques that the check allows trains, validates, samples, saves, is killed, resumes and generates.
+"""Every pair of techniques that the check allows trains, validates, samples, saves and generates; every technique is also
+killed and resumed, with every objective and, on two ranks, with every axis of the layout.
 
 Here in few lives that cover all pairs, compiled graphs interpreted (`quick_compiler.py`), and what is compiled not killed (ready
-recipes that compile are, `test_recipes.py`); alone, pair by pair and with Inductor, in `make test-all`. Each technique also with every objective and, on two ranks, with every axis of the layout. What
-needs a GPU has its own arrays, `test_pairs_gpu.py`.
+recipes that compile are, `test_recipes.py`); alone, pair by pair, killed and with Inductor, in `make test-all`. What needs a GPU
+has its own arrays, `test_pairs_gpu.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from functools import cache
 
 import pytest
 
-from rush.hardware import probe
-from tests.lives.arrays import Wanted, compiles, wanted
+from tests.lives.arrays import Wanted, on_a_cpu
 from tests.lives.covering import Items
-from tests.lives.joint import Life, joint
+from tests.lives.joint import Life, killed, quick_lives
 from tests.lives.living import PARTS, TEST_S, UNDISTURBED, Living
 
 pytestmark = pytest.mark.timeout(TEST_S)
@@ -22,14 +22,16 @@ pytestmark = pytest.mark.timeout(TEST_S)
 
 @cache
 def settings() -> dict[str, Wanted]:
-    return {str(one.checked.setting): one for one in wanted(probe("cpu"))}
+    return {str(one.checked.setting): one for one in on_a_cpu()}
 
 
 def _lives() -> list[object]:
-    lives = joint(list(settings().values()))
+    lives = quick_lives()
     return [
-        pytest.param(life, id=f"{number:02d}-{life.setting}-{len(life.techniques)}")
-        for number, life in enumerate(lives)
+        pytest.param(
+            life, PARTS if kill else UNDISTURBED, id=f"{number:02d}-{life.setting}-{len(life.techniques)}"
+        )
+        for number, (life, kill) in enumerate(zip(lives, killed(lives), strict=True))
     ]
 
 
@@ -41,9 +43,8 @@ def _alone() -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("life", _lives())
-def test_every_allowed_pair_lives_in_some_recipe(living: Living, life: Life) -> None:
-    parts = UNDISTURBED if compiles(life.techniques) else PARTS
+@pytest.mark.parametrize(("life", "parts"), _lives())
+def test_every_allowed_pair_lives_in_some_recipe(living: Living, life: Life, parts: tuple[str, ...]) -> None:
     living.must_live(life.setting, life.techniques, life.checked.allowed, parts)
 
 

@@ -2,8 +2,8 @@
 
 A new file in `recipes/` is included by being there. Recipes that differ in nothing but their size live one life here, which is
 named after all of them. What compiles has one layer here, its graphs are traced and interpreted (`quick_compiler.py`), and it
-is not trained a third time; in `make test-all` it has two, compiled, and the third. What this machine cannot run stands in the
-name of the test.
+is not trained a third time; nor is it killed and resumed, if another has all its techniques and is. In `make test-all` it has two
+layers, compiled, and all of it. What this machine cannot run stands in the name of the test.
 """
 
 from __future__ import annotations
@@ -58,6 +58,25 @@ def _compiles(lived: Lived) -> bool:
     return any(name == "compile" for name, _ in lived.recipe.technique_uses())
 
 
+def _names(lived: Lived) -> set[str]:
+    return {name for name, _ in lived.recipe.technique_uses()}
+
+
+def _parts(lived: Lived, others: list[Lived]) -> list[str]:
+    """All parts; of what compiles no third training, and no kill where one of the `others` that is killed has its techniques."""
+    if not _compiles(lived):
+        return list(EVERY)
+    place = others.index(lived)
+    resumed = any(
+        _names(lived) < _names(other) or (_names(lived) == _names(other) and others.index(other) < place)
+        for other in others
+        if other.recipe.shape().family == lived.recipe.shape().family
+        and other.recipe.objective.kind == lived.recipe.objective.kind
+    )
+    trained = ["whole"] if resumed else ["train", "resume"]
+    return [*trained, *(part for part in EVERY if part not in ("train", "resume", "repeat"))]
+
+
 @pytest.fixture(scope="module")
 def starter(living: Living) -> Iterator[Starter]:
     with pytest.MonkeyPatch.context() as surroundings:
@@ -87,13 +106,18 @@ def environment(session_folder: Path, session_cache: str) -> dict[str, str]:
 
 
 @pytest.mark.timeout(3 * LIMIT_S)
-@pytest.mark.parametrize("lived", _together(), ids=lambda lived: lived.id)
+@pytest.mark.parametrize(
+    ("lived", "parts"), [pytest.param(one, _parts(one, _together()), id=one.id) for one in _together()]
+)
 def test_a_ready_recipe_lives_a_whole_life(
-    lived: Lived, starter: Starter, data: LocalData, environment: dict[str, str], tmp_path: Path
+    lived: Lived,
+    parts: list[str],
+    starter: Starter,
+    data: LocalData,
+    environment: dict[str, str],
+    tmp_path: Path,
 ) -> None:
-    compiled = _compiles(lived)
-    recipe = changed(lived.recipe, {"model.shape.num_layers": 1}) if compiled else lived.recipe
-    parts = [part for part in EVERY if not (compiled and part == "repeat")]
+    recipe = changed(lived.recipe, {"model.shape.num_layers": 1}) if _compiles(lived) else lived.recipe
     life = Lives(starter, tmp_path, environment, LIMIT_S).live(short(data.of(recipe), **FEW), parts)
     assert life.problem is None
 
@@ -142,6 +166,14 @@ def test_a_recipe_lives_in_processes_that_import_everything_themselves(
     recipe = short(data.of(next(lived.recipe for lived in READY if lived.name == "tiny")), **FEW)
     life = Lives(Starter(fork=False), tmp_path, environment).live(recipe, ("train", "resume"))
     assert life.problem is None
+
+
+def test_every_technique_of_a_ready_recipe_that_compiles_is_killed_and_resumed_with_it() -> None:
+    compiled = [lived for lived in _together() if _compiles(lived)]
+    resumed = [lived for lived in compiled if "resume" in _parts(lived, _together())]
+    assert 2 < len(resumed) < len(compiled)
+    for lived in compiled:
+        assert any(_names(lived) <= _names(other) for other in resumed), lived.name
 
 
 def test_every_ready_recipe_is_in_a_life() -> None:

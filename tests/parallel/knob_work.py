@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.parallel.rank_work import Result, loader, recipe
 
 
@@ -15,7 +17,8 @@ def show_knobs(
     settings: Sequence[Iterable[str]],
     more: Iterable[str] = (),
 ) -> list[Result]:
-    """For each setting (techniques): the proofs, and the values of their knobs that this rank's profile shows."""
+    """For each setting (techniques): the proofs, and the values of their knobs that this rank's profile shows. Of ranks that
+    all do the same the first looks; the others have nothing to tell."""
     from rush.hardware import probe
     from rush.parallel import join
     from rush.profiling.observe import observe
@@ -31,7 +34,12 @@ def show_knobs(
             run = build(asked, probe("cpu"), None, ranks)
             with loader(run) as given:
                 launch_step(run, 1, 1e-3, list(given.next_step())).result()
+                if not ranks.main and ranks.stages is None:  # it does what rank 0 does, which looks at itself
+                    launch_step(run, 2, 1e-3, list(given.next_step())).result()
+                    torch.distributed.barrier()
+                    continue
                 seen = observe(run, lambda given=given: list(given.next_step()), steps=1)  # type: ignore[misc]
+                torch.distributed.barrier()
             found.append(
                 {
                     "proofs": {name: (p.took_effect, p.what) for name, p in prove(run.uses, seen).items()},
@@ -63,14 +71,13 @@ def shard_all_but_one_block() -> Result:
 
     library.fully_shard = skipping
     try:
-        return show_knobs("llama", {"fsdp": 2}, [()])[0]
+        return next(iter(show_knobs("llama", {"fsdp": 2}, [()])), {})
     finally:
         library.fully_shard = plain
 
 
 def reshard_blocks(ranks_of_fsdp: int, folder: str, source: str | None) -> dict[str, Any]:
     """Moments in blocks of 256 with a scale each, saved by these ranks, or loaded by them: what they hold, whole."""
-    import torch
     from torch import nn
     from torch.distributed.fsdp import fully_shard
 

@@ -47,6 +47,8 @@ EVERY = ("train", "resume", "repeat", "evaluate", "export", "generate", "chat", 
 ATTEMPTS = 3
 """Attempts to kill a run in time: on a busy machine a tiny run may end first."""
 MAX_STDERR = 4000
+SMALLEST_FREE_BYTES = 64 << 10
+"""A disk with less is full."""
 SAMPLING = ("--temperature", "0.8", "--top-k", "50")
 """The sampling options of a run's samples."""
 
@@ -68,6 +70,8 @@ class PartResult:
     """The techniques to blame."""
     late: bool = False
     """Whether the command was killed because it ran past its time limit."""
+    disk_full: bool = False
+    """Whether there was no space left for the files of the run."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,8 @@ class Lives:
             failure = one.failure() if code else {}
             phase, names = failure.get("phase", phase), tuple(failure.get("techniques", ()))
             seconds = round(time.monotonic() - began, 2)
-            lived.append(PartResult(name, problem, seconds, code, stderr, phase, names, late))
+            full = bool(code) and (bool(failure.get("disk_full")) or one.disk_full())
+            lived.append(PartResult(name, problem, seconds, code, stderr, phase, names, late, full))
             if problem is not None and name in (*TRAINING, *UNDISTURBED):
                 break  # there is no trained model for the rest
         return LifeResult(tuple(lived))
@@ -351,6 +356,10 @@ class _One:
         """The identifiers of the run's last failure."""
         path = self.run.last_failure
         return dict(json.loads(path.read_text())) if path.exists() else {}
+
+    def disk_full(self) -> bool:
+        """Whether the disk has no room even for a record of the failure."""
+        return shutil.disk_usage(self.lives.folder).free < SMALLEST_FREE_BYTES
 
     def stderr(self) -> str:
         """Standard error of the last command, of all its processes."""

@@ -39,7 +39,6 @@ CPU_TOLERANCE, GPU_TOLERANCE = 1e-4, 2e-3
 NAMES = {"whole": "train", "again": "resume"}
 VERBS = {"validation": "validate", "sample": "sample", "save": "save"}
 """What a run that failed in a phase cannot do."""
-NO_ROOM = "No space left on device"
 
 
 def quick(recipe: Recipe) -> Recipe:
@@ -112,7 +111,7 @@ def judged(life: LifeResult) -> tuple[str, str | None]:
     if part.code == -signal.SIGKILL:
         killed = problem if part.late else "the process was killed from outside (SIGKILL)"
         return "not known", f"{killed}."
-    if NO_ROOM in problem:
+    if part.disk_full:
         return "not known", "there is no room for its checkpoints on the disk."
     if part.name == "whole" and part.code in (RecipeError.exit_code, Diverged.exit_code):
         # The schedule is not the recipe's own: few steps, at the full learning rate from the first one.

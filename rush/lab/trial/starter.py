@@ -38,12 +38,15 @@ from rush.techniques import registry
 PRELOADED = ("rush.lab.trial.process", "torch._dynamo", "torch.profiler", "torch.nn.attention.flex_attention")
 COMMANDS = (
     "numpy.ma",
+    "rush.api",
     "rush.cli",
     "rush.hardware.collectives",
+    "rush.hardware.launch_rate",
     "rush.parallel.launching",
     "rush.parallel.restarts",
     "rush.hub.export",
     "rush.hub.tokenizers",
+    "rush.report.redraw",
     "rush.training.loop",
 )
 """What `rush train`, `rush generate` and their like import only when they are called: for a starter of such commands."""
