@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests and ranks are processes: without its bytecode each would compile the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help ladder train finetune test test-changed test-trackers test-planted test-all test-slow test-gpu check docs format bundle lock clean FORCE
+.PHONY: help ladder train finetune test test-changed test-trackers test-planted test-all test-slow test-gpu check docs docs-site format bundle lock clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -65,20 +65,25 @@ test-gpu: ## the GPU tests, with the Python at hand (no virtual environment, see
 	PYTHONPATH=$(CURDIR)/bundle $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -m 'gpu and not alone' -n $(GPU_WORKERS) --dist worksteal --timeout 180 --tb short --durations 10
 	PYTHONPATH=$(CURDIR)/bundle $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -m 'gpu and alone' --timeout 180 --tb short --durations 10
 
-check: $(VENV)/.dev ## format, lint, types, import contracts, public names, the lock on every platform (OFFLINE=1 without index)
+check: $(VENV)/.dev ## format, lint, types, import contracts, spelling, links and the site, public names, the lock on every platform (OFFLINE=1 without index)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest tests/test_public_names.py
+	$(BIN)/codespell README.md CONTRIBUTING.md CHANGELOG.md docs rush scripts examples recipes ladders
+	$(BIN)/python -m pytest tests/test_public_names.py tests/test_docs.py tests/test_site.py
 	$(BIN)/python scripts/lock.py check
 
 docs: $(VENV)/.dev ## write the generated pages: techniques, recipe keys, explanations, planted bugs
 	$(BIN)/python scripts/technique_pages.py
 	$(BIN)/python scripts/recipe_page.py
+	$(BIN)/python scripts/cli_page.py
 	$(BIN)/python scripts/family_page.py
 	$(BIN)/python scripts/explain_pages.py
 	$(BIN)/python -m tests.planted --page docs/planted.md
+
+docs-site: $(VENV)/.dev ## the documentation as a site in site/, without network (open site/index.html)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(VENV)/.dev ## format and mend what can be mended
 	$(BIN)/ruff format .
@@ -119,4 +124,4 @@ $(VENV)/.dev: pyproject.toml $(wildcard locks/*.txt) $(VENV)/.torch
 	@touch $@ $(VENV)/.run
 
 clean: ## remove the virtual environments and caches (never runs/)
-	rm -rf $(VENV) $(VENV)-* bundle .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-* bundle site .pytest_cache .mypy_cache .ruff_cache

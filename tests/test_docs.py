@@ -19,7 +19,8 @@ PAGES = [
     ROOT / "CHANGELOG.md",
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
-HAND_WRITTEN = [page for page in PAGES if page.parent in (ROOT, ROOT / "docs") and page.name != "recipes.md"]
+GENERATED = ("recipes.md", "cli.md", "first-hour.md")
+HAND_WRITTEN = [page for page in PAGES if page.parent in (ROOT, ROOT / "docs") and page.name not in GENERATED]
 QUESTION = re.compile(r"^\| [^|]+\? \| `([\w/.]+)` \| `(\w+)` \|$", re.MULTILINE)
 
 

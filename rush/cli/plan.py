@@ -332,7 +332,10 @@ def _check(results: Path, json: bool) -> None:
     from rush.plan.check import as_json, check, other_splits, overflows
 
     if not results.is_dir():
-        raise RecipeError(f"there is no folder {results} with records; give one with --results.")
+        raise RecipeError(
+            f"there is no folder {results} with records to compare with. Give one with --results: records of your own, or the folder "
+            "results of the repository (https://github.com/optimization-rush/optimization-rush), which the package does not hold."
+        )
     rows, summaries, _ = check(results)
     drawn = other_splits(results) if any(one.kind == "time" for one in summaries) else []
     rooms = overflows(results)
