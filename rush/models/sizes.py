@@ -179,6 +179,10 @@ SIZES: dict[str, Shape] = {
     "olmo-2-7b": _shape(
         "olmo2", (32, 4096, 32, 32, 11008), vocab_size=100352, context=4096, rope_theta=500000.0, tied_head=False
     ),
+    "granite-3.3-2b": _shape(
+        "granite", (40, 2048, 32, 8, 8192), vocab_size=49159, context=131072, rope_theta=1e7, norm_eps=1e-5,
+        tied_head=True, embedding_scale=12.0, residual_scale=0.22, attention_scale=0.015625, logit_divisor=8.0,
+    ),
     "smollm3-3b": _shape(
         "smollm3", (36, 2048, 16, 4, 11008), vocab_size=128256, context=65536, rope_theta=5e6, tied_head=True,
         rope_layers=(True, True, True, False),

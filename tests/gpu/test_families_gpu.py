@@ -83,15 +83,25 @@ CASES = [
     (flex, AttentionForm(window=WINDOW, softcap=2.0, scale=0.2)),
     (flex, AttentionForm(softcap=2.0)),
 ]
+WIDE = [
+    (flash, AttentionForm(window=WINDOW)),
+    (triton, AttentionForm(window=WINDOW)),
+    (triton, AttentionForm()),
+]
+"""With Gemma's head dim of 256, whose tiles are others."""
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("kernel", "form"), CASES)
-def test_a_kernel_attends_as_plain_attention_does(kernel: Any, form: AttentionForm, packed: bool) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "form", "head_dim"), [*((*case, 64) for case in CASES), *((*case, 256) for case in WIDE)]
+)
+def test_a_kernel_attends_as_plain_attention_does(
+    kernel: Any, form: AttentionForm, head_dim: int, packed: bool
+) -> None:
     if packed and kernel is cudnn:
         pytest.skip("torch does not support packed documents with cuDNN")
     core, document_form = kernel(form)
-    given, ids = draw(), documents() if packed else None
+    given, ids = draw(head_dim), documents() if packed else None
     wanted = gradients(PlainAttention(form), tuple(x.float() for x in given), ids)
     found = gradients(core, given, None if ids is None else document_form(ids, starts(ids)))
     # With a window of one key the gradients of queries and keys are zero: those are held against the largest.

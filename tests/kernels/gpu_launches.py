@@ -20,6 +20,7 @@ from rush.kernels.cross_entropy import cross_entropy, cross_entropy_
 from rush.kernels.flash_attention import flash_attention
 from rush.kernels.fp8_linear import fp8_linear
 from rush.kernels.fp8_mlp import fp8_mlp
+from rush.kernels.geglu import geglu
 from rush.kernels.gelu import gelu
 from rush.kernels.grad_norm import grad_norm
 from rush.kernels.layernorm import add_layernorm, layernorm
@@ -75,6 +76,11 @@ def turn(dtype: torch.dtype, head_dim: int, heads: int = 16, kv_heads: int = 4) 
 def swi(dtype: torch.dtype) -> None:
     x = zeros(ROWS, WIDTH, dtype=dtype)
     both_ways(swiglu, x, x)
+
+
+def gaussian_gate(dtype: torch.dtype) -> None:
+    x = zeros(ROWS, WIDTH, dtype=dtype)
+    both_ways(geglu, x, x)
 
 
 def gaussian(dtype: torch.dtype) -> None:
@@ -184,6 +190,7 @@ STREAMING: dict[str, Callable[[], None]] = {
     "rope fp32 128": partial(turn, FP32, 128),
     "swiglu bf16": partial(swi, BF16),
     "swiglu fp32": partial(swi, FP32),
+    "geglu bf16": partial(gaussian_gate, BF16),
     "gelu bf16": partial(gaussian, BF16),
     "gelu fp32": partial(gaussian, FP32),
     "bias_grad bf16": partial(after_bias, BF16),
@@ -216,6 +223,9 @@ ATTENTION: dict[str, Callable[[], None]] = {
 
 RARE: dict[str, Callable[[], None]] = {
     "attention bf16 64": partial(attend, BF16, 64),
+    "attention bf16 256": partial(attend, BF16, 256, kv_heads=2),
+    "attention bf16 256 documents": partial(attend, BF16, 256, documents=True, kv_heads=2, length=250),
+    "attention fp32 256": partial(attend, FP32, 256),
     "attention bf16 128 documents": partial(attend, BF16, 128, documents=True, kv_heads=2, length=250),
     "attention bf16 64 all keys": partial(attend, BF16, 64, causal=False),
     "attention bf16 32": partial(attend, BF16, 32, length=250),
@@ -228,6 +238,7 @@ RARE: dict[str, Callable[[], None]] = {
     "layernorm bf16 8192": partial(layer, BF16, 8192),
     "rope fp16 80": partial(turn, FP16, 80, 12, 12),
     "swiglu fp16": partial(swi, FP16),
+    "geglu fp32": partial(gaussian_gate, FP32),
     "gelu fp16": partial(gaussian, FP16),
     "nf4 fp16": partial(nf4, FP16),
     "cross_entropy_ fp16": partial(loss_over_logits, FP16, 50304),

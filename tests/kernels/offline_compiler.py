@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -181,6 +182,9 @@ def main() -> None:
     functions = jit_functions(module.PACKAGES)
     # From here on operators accept the CPU's tensors. (What a kernel does when interpreted was settled at its import.)
     importlib.import_module("rush.kernels.support").INTERPRETED = True  # type: ignore[attr-defined]
+    # Attention asks at each call which tiles it has: those of the GPU, not the interpreter's.
+    tiles: Any = importlib.import_module("rush.kernels.flash_attention.tiles")
+    tiles.support = SimpleNamespace(INTERPRETED=False)
 
     launched: dict[str, JITFunction] = {}
     name = ""

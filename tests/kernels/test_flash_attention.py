@@ -86,6 +86,7 @@ SHAPES = [
     ((1, 2, 2, 77, 128), (2, 4, 1, 777, 128)),
     ((1, 1, 1, 40, 32), (3, 2, 2, 200, 32)),
     ((1, 3, 1, 33, 16), (1, 6, 2, 130, 16)),
+    ((1, 2, 1, 70, 256), (2, 8, 4, 777, 256)),
 ]
 CASES = [
     *((SHAPES[0], dtype, True) for dtype in (BF16, FP16, FP32)),
@@ -93,6 +94,7 @@ CASES = [
     (SHAPES[1], BF16, True),
     (SHAPES[2], BF16, True),
     (SHAPES[3], BF16, True),
+    (SHAPES[5], BF16, True),
 ]
 # On a GPU every one of these would compile three kernels more.
 INTERPRETED_CASES = [
@@ -100,6 +102,7 @@ INTERPRETED_CASES = [
     (SHAPES[2], FP32, True),
     (SHAPES[2], FP32, False),
     (SHAPES[4], FP32, True),
+    (SHAPES[5], FP32, True),
 ]
 
 
@@ -443,7 +446,10 @@ def test_a_row_beyond_two_to_the_31_numbers(check_errors: Check) -> None:
         (lambda q, k, v: (q[0], k, v), "takes \\[batch, heads"),
         (lambda q, k, v: (q, k[:, :, :4], v[:, :, :4]), "as many queries as keys .*cache"),
         (lambda q, k, v: (q, k, v[:, :, :4]), "as many values as keys"),
-        (lambda q, k, v: (q[..., :24], k[..., :24], v[..., :24]), "head dims 16, 32, 64, 128; found .*24"),
+        (
+            lambda q, k, v: (q[..., :24], k[..., :24], v[..., :24]),
+            "head dims 16, 32, 64, 128, 256; found .*24",
+        ),
         (lambda q, k, v: (q[:, :3], k, v), "multiple of the key/value heads"),
         (lambda q, k, v: (q, k.bfloat16(), v), "found torch.float32, torch.bfloat16"),
         (lambda q, k, v: (q.double(), k.double(), v.double()), "found torch.float64"),

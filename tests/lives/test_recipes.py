@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,10 +106,21 @@ def environment(session_folder: Path, session_cache: str) -> dict[str, str]:
     return {"RUSH_CACHE": session_cache, "TORCHINDUCTOR_CACHE_DIR": str(session_folder / "inductor")}
 
 
+def _cases() -> list[Any]:
+    """Other families than the first two have their own lives below, in `make test`; their recipes live in `make test-all`."""
+    return [
+        pytest.param(
+            lived,
+            _parts(lived, _together()),
+            marks=() if lived.recipe.shape().family in ("gpt2", "llama") else pytest.mark.slow,
+            id=lived.id,
+        )
+        for lived in _together()
+    ]
+
+
 @pytest.mark.timeout(3 * LIMIT_S)
-@pytest.mark.parametrize(
-    ("lived", "parts"), [pytest.param(one, _parts(one, _together()), id=one.id) for one in _together()]
-)
+@pytest.mark.parametrize(("lived", "parts"), _cases())
 def test_a_ready_recipe_lives_a_whole_life(
     lived: Lived,
     parts: list[str],

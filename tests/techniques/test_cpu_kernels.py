@@ -77,7 +77,7 @@ def test_where_it_cannot_run_it_is_refused_with_a_sentence(
 ) -> None:
     here = probe("cpu")
     check(recipe_of(*OURS), here)
-    with pytest.raises(RushError, match="supports head dims 16, 32, 64, 128"):
+    with pytest.raises(RushError, match="supports head dims 16, 32, 64, 128, 256"):
         check(recipe_of("cpu_attention", overrides=["model.shape.head_dim=24"]), here)
     with pytest.raises(RushError, match="flash_attention"):
         check(recipe_of("cpu_attention", "flash_attention"), here)

@@ -87,7 +87,7 @@ def test_cudnn_attention_is_refused_where_nothing_takes_the_place_of_its_backwar
         assert check_recipe(recipe)
         return
     with pytest.raises(
-        RecipeError, match=r"head dims 16, 32, 64, 128; use flash_attention.*deterministic=false"
+        RecipeError, match=r"head dims 16, 32, 64, 128, 256; use flash_attention.*deterministic=false"
     ):
         check_recipe(recipe)
 

@@ -100,6 +100,7 @@ def _stir(model: Decoder) -> None:
         ("qwen3-tiny", ("flash_attention", "checkpoint_selective")),
         ("gemma2-tiny", ('{name = "chunked_loss", chunk_tokens = 64}',)),
         ("gemma3-tiny", ("flash_attention", "checkpoint_full", "fused_projections")),
+        ("gemma3-tiny", ("fused_mlp",)),
         ("granite-tiny", ('{name = "chunked_loss", chunk_tokens = 64}', "flash_attention")),
         ("olmo2-tiny", ("flash_attention", "fused_projections")),
         ("smollm3-tiny", ("flash_attention", "checkpoint_full")),
@@ -120,7 +121,6 @@ def test_a_family_computes_the_same_with_techniques(size: str, techniques: tuple
         ("gemma2-tiny", "flash_attention", "flex_attention"),
         ("gemma2-tiny", "cpu_attention", "plain attention"),
         ("gemma2-tiny", "fused_loss", "chunked_loss"),
-        ("gemma3-tiny", "fused_mlp", "compile"),
     ],
 )
 def test_what_does_not_fit_a_family_is_refused_with_what_to_use(

@@ -97,6 +97,17 @@ def swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     return d_gate.to(gate.dtype), d_up.to(up.dtype)
 
 
+def geglu_forward(gate: Tensor, up: Tensor) -> Tensor:
+    out: Tensor = _ops().geglu_forward(gate.float().contiguous(), up.float().contiguous())
+    return out.to(gate.dtype)
+
+
+def geglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    wide = (x.float().contiguous() for x in (dout, gate, up))
+    d_gate, d_up = _ops().geglu_backward(*wide)
+    return d_gate.to(gate.dtype), d_up.to(up.dtype)
+
+
 def cross_entropy_forward(
     logits_nv: Tensor,
     labels_n: Tensor,

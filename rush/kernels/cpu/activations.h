@@ -1,4 +1,4 @@
-// GELU (tanh approximation) and SwiGLU, elementwise, forward and backward. Both are x times a sigmoid; 1 − sigmoid(x) is computed
+// GELU (tanh approximation), SwiGLU and GeGLU, elementwise, forward and backward. All are x times a sigmoid; 1 − sigmoid(x) is computed
 // from the exponential too, not by subtraction, so nothing cancels.
 #pragma once
 
@@ -43,5 +43,9 @@ inline Pair swiglu_gradients(Vec dout, Vec gate, Vec up) {
   const Vec derivative = s.value * s.rest;
   return {dout * up * (s.value + (derivative == Vec{} ? Vec{} : gate * derivative)), dout * gate * s.value};
 }
+
+inline Vec geglu(Vec gate, Vec up) { return gelu(gate) * up; }
+
+inline Pair geglu_gradients(Vec dout, Vec gate, Vec up) { return {dout * up * gelu_derivative(gate), dout * gelu(gate)}; }
 
 }  // namespace rush::cpu

@@ -57,26 +57,45 @@ Tensor gelu_backward(const Tensor& dout, const Tensor& x) {
   return out;
 }
 
-Tensor swiglu_forward(const Tensor& gate, const Tensor& up) {
+// A gated activation: a function of gate and up, and the gradients of both.
+template <typename Function>
+Tensor gated_forward(const Tensor& gate, const Tensor& up, Function function) {
   Tensor out = at::empty(gate.sizes(), gate.options());
   const float *first = gate.const_data_ptr<float>(), *second = up.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
   for_each_vector(gate.numel(), [&](int64_t at, int64_t count) {
-    store_at(to, at, swiglu(load_at(first, at, count), load_at(second, at, count)), count);
+    store_at(to, at, function(load_at(first, at, count), load_at(second, at, count)), count);
   });
   return out;
 }
 
-std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& dout, const Tensor& gate, const Tensor& up) {
+template <typename Function>
+std::tuple<Tensor, Tensor> gated_backward(const Tensor& dout, const Tensor& gate, const Tensor& up, Function gradients_of) {
   Tensor d_gate = at::empty(gate.sizes(), gate.options()), d_up = at::empty(gate.sizes(), gate.options());
   const float *upstream_ptr = dout.const_data_ptr<float>(), *first = gate.const_data_ptr<float>(), *second = up.const_data_ptr<float>();
   float *d_gate_ptr = d_gate.mutable_data_ptr<float>(), *d_up_ptr = d_up.mutable_data_ptr<float>();
   for_each_vector(gate.numel(), [&](int64_t at, int64_t count) {
-    const Pair gradients = swiglu_gradients(load_at(upstream_ptr, at, count), load_at(first, at, count), load_at(second, at, count));
+    const Pair gradients = gradients_of(load_at(upstream_ptr, at, count), load_at(first, at, count), load_at(second, at, count));
     store_at(d_gate_ptr, at, gradients.first, count);
     store_at(d_up_ptr, at, gradients.second, count);
   });
   return {d_gate, d_up};
+}
+
+Tensor swiglu_forward(const Tensor& gate, const Tensor& up) {
+  return gated_forward(gate, up, [](Vec g, Vec u) { return swiglu(g, u); });
+}
+
+std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& dout, const Tensor& gate, const Tensor& up) {
+  return gated_backward(dout, gate, up, [](Vec d, Vec g, Vec u) { return swiglu_gradients(d, g, u); });
+}
+
+Tensor geglu_forward(const Tensor& gate, const Tensor& up) {
+  return gated_forward(gate, up, [](Vec g, Vec u) { return geglu(g, u); });
+}
+
+std::tuple<Tensor, Tensor> geglu_backward(const Tensor& dout, const Tensor& gate, const Tensor& up) {
+  return gated_backward(dout, gate, up, [](Vec d, Vec g, Vec u) { return geglu_gradients(d, g, u); });
 }
 
 int64_t rows_per_thread(int64_t columns) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(columns, 1)); }
@@ -166,8 +185,9 @@ void with_dim(int64_t dim, const Work& work) {
   if (dim == 16) return work(std::integral_constant<int64_t, 16>{});
   if (dim == 32) return work(std::integral_constant<int64_t, 32>{});
   if (dim == 64) return work(std::integral_constant<int64_t, 64>{});
-  TORCH_CHECK(dim == 128, "attention supports head dims 16, 32, 64 and 128");
-  work(std::integral_constant<int64_t, 128>{});
+  if (dim == 128) return work(std::integral_constant<int64_t, 128>{});
+  TORCH_CHECK(dim == 256, "attention supports head dims 16, 32, 64, 128 and 256");
+  work(std::integral_constant<int64_t, 256>{});
 }
 
 void attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& first, const OptionalTensor& last,
@@ -190,6 +210,8 @@ TORCH_LIBRARY_FRAGMENT(rush_cpu, library) {
   library.def("gelu_backward(Tensor dout, Tensor x) -> Tensor");
   library.def("swiglu_forward(Tensor gate, Tensor up) -> Tensor");
   library.def("swiglu_backward(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor)");
+  library.def("geglu_forward(Tensor gate, Tensor up) -> Tensor");
+  library.def("geglu_backward(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor)");
   library.def(
       "cross_entropy_forward(Tensor(a!) logits, Tensor labels, Tensor(b!) losses, Tensor(c!)? lse, int columns, int ignore, "
       "float scale) -> ()");
@@ -208,6 +230,8 @@ TORCH_LIBRARY_IMPL(rush_cpu, CPU, library) {
   library.impl("gelu_backward", gelu_backward);
   library.impl("swiglu_forward", swiglu_forward);
   library.impl("swiglu_backward", swiglu_backward);
+  library.impl("geglu_forward", geglu_forward);
+  library.impl("geglu_backward", geglu_backward);
   library.impl("cross_entropy_forward", cross_entropy_forward);
   library.impl("cross_entropy_backward", cross_entropy_backward);
   library.impl("attention_forward", attention_forward);

@@ -16,7 +16,9 @@ from rush.kernels import support
 
 Part = Literal["forward", "dq", "dkdv"]
 PARTS: tuple[Part, ...] = ("forward", "dq", "dkdv")
-HEAD_DIMS = (16, 32, 64, 128)
+HEAD_DIMS = (16, 32, 64, 128, 256)
+WIDE = 256
+"""A head dim whose tiles fill shared memory (227 KiB a block on Hopper): smaller ones, fewer in flight."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,27 @@ HOPPER: dict[tuple[Part, int], tuple[Tiles, ...]] = {
         Tiles(32, 128, warps=8, stages=3),
         Tiles(64, 128, warps=8, stages=2, tma=True, split=False),
     ),
+    # Not measured yet: the first of each is what fits without spilling.
+    ("forward", WIDE): (
+        Tiles(128, 64, warps=8, stages=2, tma=True),
+        Tiles(64, 64, warps=4, stages=2, tma=True),
+        Tiles(128, 32, warps=8, stages=2, tma=True),
+        Tiles(64, 32, warps=4, stages=3, tma=True),
+    ),
+    ("dq", WIDE): (
+        Tiles(64, 32, warps=4, stages=2, tma=True),
+        Tiles(64, 32, warps=8, stages=2, tma=True),
+        Tiles(64, 64, warps=8, stages=1, tma=True),
+    ),
+    ("dkdv", WIDE): (
+        Tiles(32, 64, warps=8, stages=2, tma=True),
+        Tiles(64, 64, warps=8, stages=1, tma=True),
+        Tiles(32, 64, warps=8, stages=1, tma=True),
+    ),
 }
 # Before Hopper there is less shared memory (99 KiB a block on consumer cards) and no copy engine.
 OLDER: dict[Part, Tiles] = {"forward": Tiles(64, 64), "dq": Tiles(64, 32), "dkdv": Tiles(32, 64)}
+OLDER_WIDE: dict[Part, Tiles] = {"forward": Tiles(64, 16), "dq": Tiles(32, 16), "dkdv": Tiles(16, 32)}
 # fp32 matmuls do not use the tensor cores here: the fp32 units compute them exactly.
 FP32: dict[Part, Tiles] = {part: Tiles(16, 16, warps=4, stages=1) for part in PARTS}
 # Small enough that short sequences have several, large enough that there are few: the interpreter is slow by the tile.
@@ -119,4 +139,4 @@ def choose(part: Part, head_dim: int, dtype: torch.dtype, device: torch.device) 
         return FP32[part]
     if torch.cuda.get_device_capability(device) == (9, 0):
         return HOPPER[part, max(head_dim, 64)][0]
-    return OLDER[part]
+    return OLDER_WIDE[part] if head_dim == WIDE else OLDER[part]

@@ -14,7 +14,7 @@ GROUPED_MEMORY = (
     *TILED_MEMORY,
     api.MemoryEffect("heads.repeated", 0.0, "the kernel supports grouped-query attention"),
 )
-HEAD_DIMS = (16, 32, 64, 128)
+HEAD_DIMS = (16, 32, 64, 128, 256)
 """Of our own kernels."""
 supported_head_dim = api.Requirement(
     f"it supports head dims {', '.join(map(str, HEAD_DIMS))}",
