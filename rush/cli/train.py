@@ -6,8 +6,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,9 @@ import typer
 
 from rush.cli.options import DataFiles, ExtraTechniques, Json, OptionalRecipe, Overrides, with_data
 from rush.cli.output import next_step, note, print_json
+from rush.cli.ranks import one_message, refuse_nested, technique_words
 from rush.cli.shutdown import set_reporter
-from rush.errors import Diverged, Outage, RankLost, RecipeError, RushError
+from rush.errors import RecipeError
 from rush.ready import short_name
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def train(
 
         set_rank_variables()
     files = technique or []
-    with _one_message():
+    with one_message():
         if recipe is None and not (resume and out):
             raise RecipeError("no recipe was named; write `rush train RECIPE` (see `rush recipes`), or give --out with "
                               "--resume to resume a run.")  # fmt: skip
@@ -231,7 +231,7 @@ def _start_ranks(
     files: Sequence[Path] = (),
 ) -> None:
     """Run this command on several ranks; does not return. Invalid recipes are refused before a rank starts."""
-    from rush.parallel import check_world, started_world
+    from rush.parallel import check_world
     from rush.parallel.launching import launch
     from rush.recipe_io import load_recipe
     from rush.records.run_folder import RunFolder, check_empty
@@ -239,10 +239,7 @@ def _start_ranks(
     from rush.techniques.api.own_files import check_remembered
     from rush.training.fewer_ranks import fewer_ranks
 
-    if started_world() > 1:
-        raise RecipeError(
-            f"--nproc is {nproc}, but this is already one of {started_world()} ranks; leave --nproc out here."
-        )
+    refuse_nested(nproc)
     smallest, most = _numbers(nproc)
     folder = RunFolder(_folder(recipe, out))
     chosen = _recipe(recipe, changes, folder.path) or load_recipe(str(folder.recipe))
@@ -256,7 +253,7 @@ def _start_ranks(
     words = ["train", *([recipe] if recipe else []), *changes, "--out", str(folder.path)]
     words += ["--resume"] * resume + ["--json"] * json + ["--debug"] * ("--debug" in sys.argv)
     words += ["--shrink"] * (smallest < most)
-    words += [word for file in files for word in ("--technique", str(file.expanduser().resolve()))]
+    words += technique_words(files)
     code = launch(
         most,
         words,
@@ -276,35 +273,3 @@ def _numbers(nproc: str) -> tuple[int, int]:
     if not 1 <= smallest <= most:
         raise RecipeError(f"--nproc is {nproc!r}; it takes at least one rank, and the fewest come first, as in 4:8.")  # fmt: skip
     return smallest, most
-
-
-@contextmanager
-def _one_message() -> Iterator[None]:
-    """Report an error once: on rank 0, or on the rank that raised it where rank 0 cannot know of it."""
-    if "RANK" not in os.environ:
-        yield
-        return
-    from rush.parallel import report_absent, started_rank, started_world
-    from rush.parallel.rendezvous import LEAVE_S
-    from rush.parallel.restarts import failed_before, note_failure
-    from rush.parallel.store_channel import FROM_RANK_0
-
-    if (code := failed_before()) is not None:
-        raise typer.Exit(code)
-    try:
-        yield
-    except RushError as error:
-        if isinstance(error, Outage):
-            error.exit_code = RankLost.exit_code  # launchers restart all ranks
-        note_failure(error.exit_code)
-        rank = started_rank()
-        if rank == 0 or started_world() == 1:
-            raise
-        began = time.monotonic()
-        said = FROM_RANK_0 in getattr(error, "__notes__", ()) or report_absent(error)
-        if not said and not isinstance(error, RecipeError | Diverged):
-            typer.secho(f"error on rank {rank}: {error}", err=True, fg="red")
-        else:
-            # Launchers end all ranks as soon as one exits: let rank 0 report first.
-            time.sleep(max(0.0, began + LEAVE_S - time.monotonic()))
-        raise typer.Exit(error.exit_code) from None

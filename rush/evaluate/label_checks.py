@@ -62,11 +62,23 @@ def _last_labels(labels_bt: torch.Tensor) -> torch.Tensor:
     return labelled & (after == 1)
 
 
-def entropy_floor(batch: Batch) -> float:
-    """The lowest possible mean loss on this batch: the entropy of the labels that follow the same prefix."""
+def entropy_floor(*batches: Batch) -> float:
+    """The lowest possible mean loss on these batches: the entropy of the labels that follow the same prefix."""
+    continuations: dict[int, Counter[int]] = {}
+    for batch in batches:
+        _count_continuations(batch, continuations)
+    total = count = 0.0
+    for counter in continuations.values():
+        size = counter.total()
+        count += size
+        total += sum(n * math.log(size / n) for n in counter.values())
+    return total / count if count else 0.0
+
+
+def _count_continuations(batch: Batch, continuations: dict[int, Counter[int]]) -> None:
+    """Add the labels that follow each prefix."""
     tokens, labels = batch.tokens_bt.tolist(), batch.labels_bt.tolist()
     documents = None if batch.documents_bt is None else batch.documents_bt.tolist()
-    continuations: dict[int, Counter[int]] = {}
     for row, row_labels in enumerate(labels):
         prefix, document = 0, None
         for place, label in enumerate(row_labels):
@@ -75,9 +87,3 @@ def entropy_floor(batch: Batch) -> float:
             document = now
             if label != IGNORED:
                 continuations.setdefault(prefix, Counter())[label] += 1
-    total = count = 0.0
-    for counter in continuations.values():
-        size = counter.total()
-        count += size
-        total += sum(n * math.log(size / n) for n in counter.values())
-    return total / count if count else 0.0

@@ -48,7 +48,7 @@ from rush.training.trackers import Trackers, check_trackers, open_trackers
 from rush.training.view import View
 from rush.version import __version__
 
-__all__ = ["Summary", "train_recipe"]
+__all__ = ["Summary", "configuration", "train_recipe"]
 
 
 def train_recipe(
@@ -75,11 +75,10 @@ def _train_recipe(
     status.machine = machine = probe(recipe.run.device)
     candidates(recipe, lambda one: check(one, machine)) if recipe.auto else check(recipe, machine)
     objective_of(recipe)  # refuses settings of another loss before any data is prepared
-    config = (
-        f"the recipe {recipe.digest[:12]}, rush {__version__} and torch {torch.__version__}{digests(recipe)}"
-    )
     with (
-        join(recipe.layout.model_dump(), machine.device, config, recipe.run.timeout_s) as ranks,
+        join(
+            recipe.layout.model_dump(), machine.device, configuration(recipe), recipe.run.timeout_s
+        ) as ranks,
         ExitStack() as stack,
     ):
         status.ranks = ranks
@@ -89,6 +88,13 @@ def _train_recipe(
         ranks.on_rank0(lambda: _open(stack, opened))
         status.recipe = recipe = with_commits(recipe, ranks, view.note if ranks.main else View().note)
         return _train(recipe, machine, folder, status, view if ranks.main else View(), ranks)
+
+
+def configuration(recipe: Recipe) -> str:
+    """What all ranks must have the same of."""
+    return (
+        f"the recipe {recipe.digest[:12]}, rush {__version__} and torch {torch.__version__}{digests(recipe)}"
+    )
 
 
 def _open(stack: ExitStack, opened: AbstractContextManager[RunFolder]) -> None:

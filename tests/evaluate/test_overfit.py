@@ -53,7 +53,7 @@ def pairs_batch() -> Batch:
 def test_a_good_configuration_overfits_its_batch(kind: str) -> None:
     batch = {"lm": lm_batch, "sft": sft_batch, "dpo": pairs_batch}[kind]()
     seen: list[float] = []
-    verdict = overfit(maker(f"objective.kind='{kind}'"), batch, 200, lambda step, loss: seen.append(loss))
+    verdict = overfit(maker(f"objective.kind='{kind}'"), [batch], 200, lambda step, loss: seen.append(loss))
     assert verdict.can_learn, verdict.reason
     assert verdict.cause == "none"
     assert verdict.losses[-1] <= verdict.target <= verdict.floor + 0.05, (
@@ -75,7 +75,7 @@ def test_a_good_configuration_overfits_its_batch(kind: str) -> None:
 
 def test_adapters_can_overfit_a_batch() -> None:
     verdict = overfit(
-        maker("techniques=['lora']", "objective.kind='dpo'", "objective.beta=2.0"), pairs_batch(), 60
+        maker("techniques=['lora']", "objective.kind='dpo'", "objective.beta=2.0"), [pairs_batch()], 60
     )
     assert verdict.can_learn, verdict.reason
     assert "12,288 of 39,680" in next(check.what for check in verdict.checks if check.name == "parameters")
@@ -84,7 +84,7 @@ def test_adapters_can_overfit_a_batch() -> None:
 def test_everything_masked_is_named_as_the_mask() -> None:
     batch = sft_batch()
     batch.labels_bt.fill_(IGNORED)
-    verdict = overfit(maker("objective.kind='sft'"), batch, 50)
+    verdict = overfit(maker("objective.kind='sft'"), [batch], 50)
     assert (verdict.can_learn, verdict.cause) == (False, "data mask")
     assert "masked" in verdict.reason
     assert verdict.losses == ()
@@ -98,7 +98,7 @@ def test_shifted_labels_are_detected_even_if_the_loss_falls(shift: int, what: st
     batch = lm_batch()
     tokens = torch.cat((batch.tokens_bt, torch.randint(0, 64, (4, 8))), 1)
     moved = replace(batch, labels_bt=tokens[:, shift : shift + 16].contiguous())
-    verdict = overfit(maker(), moved, 60)
+    verdict = overfit(maker(), [moved], 60)
     assert (verdict.can_learn, verdict.cause) == (False, "data mask")
     assert what in verdict.reason
 
@@ -116,7 +116,7 @@ def test_right_labels_are_not_called_wrong_wherever_documents_end() -> None:
 
 
 def test_a_learning_rate_far_too_low_is_named_and_the_better_one_too() -> None:
-    verdict = overfit(maker("optimizer.lr=2e-5"), lm_batch(), 20)
+    verdict = overfit(maker("optimizer.lr=2e-5"), [lm_batch()], 20)
     assert (verdict.can_learn, verdict.cause) == (False, "learning rate")
     assert "too low" in verdict.reason
     assert "optimizer.lr=0.002 " in verdict.reason, "a hundred times more does better still"
@@ -124,14 +124,14 @@ def test_a_learning_rate_far_too_low_is_named_and_the_better_one_too() -> None:
 
 
 def test_a_learning_rate_far_too_high_is_named() -> None:
-    verdict = overfit(maker("optimizer.lr=0.5"), lm_batch(), 25)
+    verdict = overfit(maker("optimizer.lr=0.5"), [lm_batch()], 25)
     assert (verdict.can_learn, verdict.cause) == (False, "learning rate"), verdict.reason
     assert "too high" in verdict.reason
     assert "optimizer.lr=0.05" in verdict.reason
 
 
 def test_a_learning_rate_with_a_non_finite_loss_is_named() -> None:
-    verdict = overfit(maker("optimizer.lr=1e30"), lm_batch(), 20)
+    verdict = overfit(maker("optimizer.lr=1e30"), [lm_batch()], 20)
     assert (verdict.can_learn, verdict.cause) == (False, "learning rate"), verdict.reason
     assert "non-finite" in verdict.reason
 
@@ -173,37 +173,37 @@ class Detached(nn.Module):
 
 
 def test_a_model_that_is_all_frozen_is_named() -> None:
-    verdict = overfit(changed(maker(), "all frozen"), lm_batch(), 20)
+    verdict = overfit(changed(maker(), "all frozen"), [lm_batch()], 20)
     assert (verdict.can_learn, verdict.cause) == (False, "frozen parameters")
     assert "All parameters are frozen" in verdict.reason
 
 
 def test_too_many_frozen_parameters_are_named() -> None:
-    verdict = overfit(changed(maker("optimizer.lr=0.3"), "all but a norm"), lm_batch(), 40)
+    verdict = overfit(changed(maker("optimizer.lr=0.3"), "all but a norm"), [lm_batch()], 40)
     assert (verdict.can_learn, verdict.cause) == (False, "frozen parameters"), verdict.reason
     assert "64 of" in verdict.reason
     assert "embedding.weight" in verdict.reason
 
 
 def test_parameters_that_no_gradient_reaches_are_named() -> None:
-    verdict = overfit(changed(maker(), "detached"), lm_batch(), 20)
+    verdict = overfit(changed(maker(), "detached"), [lm_batch()], 20)
     assert (verdict.can_learn, verdict.cause) == (False, "frozen parameters"), verdict.reason
     assert "no gradient reaches" in verdict.reason
     assert "blocks.0." in verdict.reason
 
 
 def test_updates_that_bf16_rounds_away_are_named_as_precision() -> None:
-    verdict = overfit(maker("techniques=['pure_bf16']", "optimizer.lr=1e-6"), lm_batch(), 20)
+    verdict = overfit(maker("techniques=['pure_bf16']", "optimizer.lr=1e-6"), [lm_batch()], 20)
     assert (verdict.can_learn, verdict.cause) == (False, "precision"), verdict.reason
     updates = next(check for check in verdict.checks if check.name == "updates")
     assert not updates.good
     assert "bfloat16" in updates.what
-    same_rate = overfit(maker("optimizer.lr=1e-6"), lm_batch(), 20)
+    same_rate = overfit(maker("optimizer.lr=1e-6"), [lm_batch()], 20)
     assert same_rate.cause == "learning rate", "in fp32 the same rate is only too low"
 
 
 def test_non_finite_initial_weights_are_not_blamed_on_the_learning_rate() -> None:
-    verdict = overfit(changed(maker(), "damaged"), lm_batch(), 20)
+    verdict = overfit(changed(maker(), "damaged"), [lm_batch()], 20)
     assert (verdict.can_learn, verdict.cause) == (False, "start")
 
 
@@ -221,6 +221,6 @@ def test_the_entropy_floor_counts_prefixes_with_several_continuations() -> None:
 
 
 def test_smoothed_labels_have_a_floor_that_counts_as_near_zero() -> None:
-    verdict = overfit(maker("objective.kind='dpo'", "objective.label_smoothing=0.1"), pairs_batch(), 200)
+    verdict = overfit(maker("objective.kind='dpo'", "objective.label_smoothing=0.1"), [pairs_batch()], 200)
     assert verdict.floor == pytest.approx(-0.1 * math.log(0.1) - 0.9 * math.log(0.9))
     assert verdict.can_learn, verdict.reason

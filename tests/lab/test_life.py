@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from rush.lab.life.checks import Broken, check_repeated, check_stderr, check_whole, last_error, rounding
@@ -174,6 +175,25 @@ def test_a_folder_that_transformers_reads_otherwise_is_found_by_its_logits(
     name = next(name for name in sorted(weights) if "mlp" in name and weights[name].dim() == 2)
     save_file({**weights, name: weights[name].flip(0)}, exported / "model.safetensors", {"format": "pt"})
     assert largest_difference(lived / "run", exported, 32) > 1e-3
+
+
+def test_what_is_no_weight_is_not_rounded_to_the_stored_dtype(tmp_path: Path) -> None:
+    """Gemma multiplies its embedding by the root of the width: 6.3246, and in bf16 6.3125."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        hidden_size=40,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=64,
+        vocab_size=64,
+        max_position_embeddings=64,
+        dtype="bfloat16",
+    )
+    Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    assert largest_difference(tmp_path, tmp_path, 32) < 1e-5
 
 
 def test_a_row_that_differs_after_the_resume_is_named() -> None:

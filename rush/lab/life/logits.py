@@ -39,9 +39,14 @@ def _opened(folder: Path, adapter: Path | None, device: str) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    # As it is stored, and only then to fp32: a host takes half a minute to widen a billion weights.
+    # As it is stored, and only then to fp32: a host takes half a minute to widen a billion weights. Into a new model, because
+    # what is no weight was rounded, too: the scale of Gemma's embedding.
     stored: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    model = stored.to(device).float()
+    stored.config.dtype = torch.float32
+    with torch.device(device):
+        model = type(stored)(stored.config)
+    model.load_state_dict(stored.state_dict())
+    model.eval()
     if adapter is None:
         return model
     from peft import PeftModel
