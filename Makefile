@@ -34,11 +34,13 @@ finetune: $(VENV)/.run ## a small chat model on this machine: pretrain, LoRA, me
 	test -d $(FINETUNE)/exported || $(BIN)/rush export $(FINETUNE)/dpo --to $(FINETUNE)/exported
 	@echo "Talk to it: $(BIN)/rush chat $(FINETUNE)/lora   (/switch shows what the base would have said)"
 
+# A fifth of the tests' time is waiting (for ranks, kills and starts): one worker more than there are cores fills it.
+WORKERS ?= 3
 test: $(VENV)/.dev ## the tests: some 19 minutes on two cores, a quarter of it lives
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-changed: $(VENV)/.dev ## the tests of what changed since the last commit (or since BASE=…)
-	tests=$$($(BIN)/python scripts/changed_tests.py $(BASE)); test -z "$$tests" || $(BIN)/python -m pytest -n 2 --dist worksteal $$tests
+	tests=$$($(BIN)/python scripts/changed_tests.py $(BASE)); test -z "$$tests" || $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $$tests
 
 test-trackers: ## the tests of W&B, MLflow and trackio, with the real libraries in an environment of their own, offline
 	$(PYTHON) scripts/install.py $(VENV)-trackers --torch $(TORCH) --extras dev,trackers
@@ -55,7 +57,7 @@ test-all: $(VENV)/.dev ## the tests, with the slow ones, on both versions of tor
 	$(MAKE) test-slow VENV=.venv-$(OTHER) TORCH=$(OTHER)
 
 test-slow: $(VENV)/.dev ## the tests, with the slow ones, on the torch in .venv
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu'
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not gpu'
 
 # On a GPU machine without network the dependencies are there already; what is missing travels in bundle/. Most of the
 # time is the compiler's, on the host: with a large card, GPU_WORKERS=8 takes a fraction of it. What times the card or fills

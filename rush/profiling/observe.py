@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -272,17 +271,11 @@ def _fp32_matmul_error(device: torch.device) -> float:
 
     About 1e-7 in fp32; a thousand times more where operands are rounded to a shorter mantissa (tf32).
     """
-    left, right, exact = _exact_matmul()
-    product = (left.to(device) @ right.to(device)).cpu().double()
-    return float((product - exact).norm() / exact.norm())
-
-
-@cache
-def _exact_matmul() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Two operands, and their product in float64."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(512, 512, generator=generator) for _ in range(2))
-    return left, right, left.double() @ right.double()
+    exact = left.double() @ right.double()
+    product = (left.to(device) @ right.to(device)).cpu().double()
+    return float((product - exact).norm() / exact.norm())
 
 
 @contextmanager

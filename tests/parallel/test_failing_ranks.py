@@ -41,6 +41,9 @@ def train(
     return code, said
 
 
+# By test_faults.py such a failure is not started again, by training/test_failures.py the message is whole, and the test below
+# sees that one rank alone reports.
+@pytest.mark.slow
 def test_where_all_ranks_fail_rank_0_reports_it_once_and_nothing_is_restarted(
     recipe: Path, tmp_path: Path
 ) -> None:

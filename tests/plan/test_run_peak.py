@@ -93,9 +93,17 @@ STACKS = [
 MORE_STACKS = [("pure_bf16", "flash_attention"), ("amp_bf16", "flash_attention")]
 IN_BF16 = [("pure_bf16",), ("pure_bf16", CHUNKED)]
 """A CPU without bf16 units takes minutes for these with a wide vocabulary, and half of one with the recipe's."""
+LOGITS = [(), (CHUNKED,), ("fused_loss",)]
+"""Stacks that differ in what they make of the logits, which a wide vocabulary shows; attention does not."""
 VALIDATIONS = [
     *in_turn(FAMILIES, [(stack, FEW if stack in IN_BF16 else ()) for stack in STACKS]),
-    *in_turn(FAMILIES[::-1], [(stack, (WIDE,)) for stack in STACKS if stack not in IN_BF16]),
+    *in_turn(FAMILIES[::-1], [(stack, (WIDE,)) for stack in LOGITS]),
+    *(
+        pytest.param(family, stack, (WIDE,), marks=pytest.mark.slow)
+        for family in FAMILIES
+        for stack in STACKS
+        if stack not in (*LOGITS, *IN_BF16)
+    ),
     *(pytest.param("tiny", stack, (WIDE,), marks=pytest.mark.slow) for stack in IN_BF16),
     *(
         pytest.param(family, stack, more, marks=pytest.mark.slow)

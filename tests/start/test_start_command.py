@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import rush
+from rush.cli import main
 from rush.evaluate.overfit import overfit_recipe
 from rush.recipe_io import load_recipe
 from tests.start.small_data import chat, instructions, preferences, small_model, texts, write_rows
@@ -22,6 +24,25 @@ def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
 
 
+@pytest.fixture
+def told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """The command in this process: its exit code, what it prints and what it complains about."""
+
+    def tell(*words: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(folder)
+        capsys.readouterr()
+        try:
+            main(list(words))
+            code = 0
+        except SystemExit as left:
+            code = int(left.code or 0)
+        return code, *capsys.readouterr()
+
+    return tell
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("start")
@@ -31,7 +52,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def test_a_model_and_data_become_a_run_with_two_commands(folder: Path) -> None:
+def test_a_model_and_data_become_a_run_with_two_commands(
+    folder: Path, told: Callable[..., tuple[int, str, str]]
+) -> None:
     started = run("start", "model", "--data", "chat.jsonl", "instructions.jsonl", "--device", "cpu", "schedule.epochs=1",
                   "--price", "3", "--out", "chat.toml", folder=folder)  # fmt: skip
     assert started.returncode == 0, started.stderr
@@ -44,11 +67,11 @@ def test_a_model_and_data_become_a_run_with_two_commands(folder: Path) -> None:
         "  rush overfit chat.toml\n  rush tune chat.toml\n  rush train chat.toml\n",
     ):
         assert line in started.stdout
-    again = run(
-        "start", "model", "--data", "chat.jsonl", "--device", "cpu", "--out", "chat.toml", folder=folder
+    code, said, complaint = told(
+        "start", "model", "--data", "chat.jsonl", "--device", "cpu", "--out", "chat.toml"
     )
-    assert (again.returncode, again.stdout) == (2, "")
-    assert "chat.toml exists; give another file with --out, or overwrite it with --force." in again.stderr
+    assert (code, said) == (2, "")
+    assert "chat.toml exists; give another file with --out, or overwrite it with --force." in complaint
     trained = run("train", "chat.toml", "--out", "run", folder=folder)
     assert trained.returncode == 0, trained.stderr
     assert "1 passes over the data" in trained.stdout or "1 pass over the data" in trained.stdout
@@ -82,26 +105,18 @@ def test_what_was_written_can_overfit_a_batch(
     assert verdict.can_learn, verdict.reason
 
 
-def test_the_record_is_one_json_value_and_nothing_is_written_on_refusal(folder: Path) -> None:
-    made = run(
-        "start",
-        "model",
-        "--data",
-        "text.jsonl",
-        "--memory",
-        "24",
-        "--json",
-        "--out",
-        "text.toml",
-        folder=folder,
-    )
-    assert made.returncode == 0, made.stderr
-    record = json.loads(made.stdout)
+def test_the_record_is_one_json_value_and_nothing_is_written_on_refusal(
+    folder: Path, told: Callable[..., tuple[int, str, str]]
+) -> None:
+    words = ("--data", "text.jsonl", "--memory", "24", "--json", "--out", "text.toml")
+    code, said, complaint = told("start", "model", *words)
+    assert code == 0, complaint
+    record = json.loads(said)
     assert (record["objective"], record["format"]) == ("lm", 1)
     assert {"key", "value", "why", "given"} == set(record["decisions"][0])
-    refused = run(
-        "start", "model", "--data", "chat.jsonl", "preferences.jsonl", "--out", "no.toml", folder=folder
+    code, _, complaint = told(
+        "start", "model", "--data", "chat.jsonl", "preferences.jsonl", "--out", "no.toml"
     )
-    assert refused.returncode == 3
-    assert "one objective" in refused.stderr
+    assert code == 3
+    assert "one objective" in complaint
     assert not (folder / "no.toml").exists()
