@@ -96,6 +96,9 @@ def main() -> None:
     parser.add_argument(
         "--changes", default="", help="KEY=VALUE for rush start, as in batch.micro=2 on two slow cores"
     )
+    parser.add_argument(
+        "--base", default="", help="KEY=VALUE for the reader's model, as in model.shape.num_layers=2"
+    )
     parser.add_argument("--note", default="", help="what a reader of the times should know, for the record")
     parser.add_argument("--budget", default="90s", help="of rush tune")
     parser.add_argument(
@@ -128,7 +131,7 @@ def spend(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     )
     techniques = "[]" if chosen.model.endswith("tiny") else "['amp_bf16','flash_attention']"
     here.bring(
-        f'rush train {chosen.model} schedule.steps=40 schedule.warmup=4 {small} "techniques={techniques}" run.sample_tokens=0 '
+        f'rush train {chosen.model} schedule.steps=40 schedule.warmup=4 {small} {chosen.base} "techniques={techniques}" run.sample_tokens=0 '
         "run.validate_sequences=16 --out base --json"
     )
     here.bring("rush export base --to my-model")
