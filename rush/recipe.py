@@ -253,8 +253,7 @@ class RunSection(Section):
                 raise ValueError(
                     f"run.trackers names {entry!r}; allowed: a project after the colon, as in wandb:PROJECT, and none for tensorboard"
                 )
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"run.trackers names {', '.join(twice)} more than once; name each one once")
+        _named_once("run.trackers", names)
         return entries
 
 
@@ -292,9 +291,7 @@ class Recipe(Section):
                 f"schedule.warmup is {warmup} but the run has only schedule.steps = {steps}; make the warm-up "
                 "shorter (schedule.warmup=0.05 is the fraction of all steps) or the run longer"
             )
-        names = [name for name, _ in self.technique_uses()]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"techniques names {', '.join(twice)} more than once; name each one once")
+        _named_once("techniques", [name for name, _ in self.technique_uses()])
         return self
 
     def technique_uses(self) -> list[tuple[str, dict[str, Knob]]]:
@@ -392,6 +389,11 @@ class Recipe(Section):
         """SHA-256 of the content: equal for recipes that describe the same run."""
         canonical = json.dumps(self.content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _named_once(key: str, names: list[str]) -> None:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{key} names {', '.join(twice)} more than once; name each one once")
 
 
 def _former_run(content: dict[str, Any]) -> dict[str, Any]:
