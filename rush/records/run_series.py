@@ -32,6 +32,10 @@ FIGURES = (
 
 def finite(value: Any) -> float | None:
     """A finite number of a size that can be drawn; None for anything else."""
+    if type(value) is float:  # almost all are, and a long run has millions
+        return value if -1e100 < value < 1e100 else None
+    if value is None:
+        return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e100:
         return None
     return float(value)

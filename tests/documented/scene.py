@@ -51,7 +51,9 @@ def set_scene(folder: Path, made: Path, commands: Sequence[Command]) -> None:
         shutil.copytree(ROOT / "results" / name, folder / "results" / name)
     for name in ("runs/ladder-tiny", "runs/climb", "runs/other"):
         shutil.copytree(ROOT / "results/ladder-tiny-x86", folder / name)
-    questions = [(f"What does {word} do, number {n}?", f"{word} is part {n} of Python's library.") for n in range(8) for word in WORDS]  # fmt: skip
+    notes = "\n\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
+    parts = [" ".join(part.split()) for part in notes.split("\n\n") if 200 < len(part) < 800][:400]
+    questions = [(f"What is said of {' '.join(part.split()[:4])}?", part) for part in parts]
     for name in ("chats.jsonl", "talks.jsonl", "corpus/one.jsonl", "text/one.jsonl"):
         rows = [{"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]} for ask, answer in questions]  # fmt: skip
         if "/" in name:
@@ -61,7 +63,6 @@ def set_scene(folder: Path, made: Path, commands: Sequence[Command]) -> None:
         {key: text.format(f"{word} {n}") for key, text in PAIRS.items()} for n in range(8) for word in WORDS
     ]
     _write(folder / "pairs/one.jsonl", "".join(json.dumps(row) + "\n" for row in pairs))
-    notes = "\n\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
     for name in ("notes.txt", "notes/one.txt", "notes/two.txt"):
         _write(folder / name, notes)
     technique = re.search(r'```python\n(""".*?)```', (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)

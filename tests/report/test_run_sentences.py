@@ -164,7 +164,7 @@ def _documents(**more: Any) -> dict[str, Any]:
     ("more", "words"),
     [
         ({}, "Nothing was dropped, nothing was cut."),
-        ({"dropped": {"empty": 3}}, "<td>empty</td><td>3</td>"),
+        ({"dropped": {"empty": 3}}, '<td data-label="Reason">empty</td><td data-label="Rows">3</td>'),
         ({"cut": 2, "cut_tokens": 40}, "40 tokens lost"),
         ({"unused": {"id": 4}}, "Columns that were not used: id (4 rows)."),
         ({"controls": {"&lt;eos&gt;": 1}}, "Control tokens spelled out in turns:"),

@@ -38,8 +38,8 @@
   function percent(value) { return `${trimmed((100 * value).toPrecision(3))} %`; }
   function binaryUnit(value) { return 2 ** (10 * Math.max(0, Math.min(4, Math.floor(Math.log2(Math.max(value, 1)) / 10)))); }
   function size(value) {
-    const unit = binaryUnit(value);
-    return `${trimmed((value / unit).toPrecision(3))} ${["B", "KiB", "MiB", "GiB", "TiB"][Math.log2(unit) / 10]}`;
+    const unit = binaryUnit(value), amount = value / unit;
+    return `${amount >= 999.5 ? Math.round(amount) : trimmed(amount.toPrecision(3))} ${["B", "KiB", "MiB", "GiB", "TiB"][Math.log2(unit) / 10]}`;
   }
   function place(value, axis) {
     if (axis !== "time") return axis === "steps" && value < 1e6 ? String(Math.round(value)) : short(value);
