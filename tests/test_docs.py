@@ -84,6 +84,8 @@ def test_every_command_that_a_page_shows_is_understood(page: Path) -> None:
         names = list(words)
         while hasattr(group, "commands") and (names or not group.invoke_without_command):
             assert names, words
+            if names[0] == "--help":
+                break
             assert names[0] in group.commands, words
             group = group.commands[names.pop(0)]
         try:
