@@ -206,7 +206,10 @@ def _locate(folder: Path, shape: Shape) -> dict[str, tuple[Path, str]]:
     # A tied head may be stored too; whether it equals the embedding is checked on loading.
     unknown = {name for name in where if not _CONSTANTS.fullmatch(name)} - expected - {HEAD}
     if missing := expected - where.keys():
-        raise DataError(f"{folder} lacks {_name_some(missing)}, which config.json calls for.")
+        raise DataError(
+            f"{folder} lacks {_name_some(missing)}, which config.json calls for. Take "
+            "config.json and weights from one place."
+        )
     if unknown:
         raise DataError(f"{folder} holds {_name_some(unknown)}, which a {shape.family} model does not have.")
     return where
@@ -254,7 +257,8 @@ def _check_stored(tensors: Any, stored: str, tensor: StoredTensor, file: Path) -
         )
     if tuple(entry.get_shape()) != tensor.dims:
         raise DataError(
-            f"{file}: {stored} has the shape {tuple(entry.get_shape())}; config.json calls for {tensor.dims}."
+            f"{file}: {stored} has the shape {tuple(entry.get_shape())}; config.json calls for {tensor.dims}. "
+            "Take config.json and weights from one place."
         )
 
 

@@ -163,7 +163,9 @@ def test_generate_takes_an_id_and_its_cache_without_network(rush: Rush, pushed: 
     assert json.loads(first.stdout) == json.loads(second.stdout)
 
 
-def test_an_adapter_is_pushed_as_one_and_used_by_id(rush: Rush, hub: Hub, pushed: str, work: Path) -> None:
+@pytest.fixture(scope="module")
+def adapted(rush: Rush, pushed: str, work: Path) -> Path:
+    """A run that trained adapters beside the pushed model."""
     words = [
         work / "small.toml",
         f"model.init_from={pushed}",
@@ -172,8 +174,14 @@ def test_an_adapter_is_pushed_as_one_and_used_by_id(rush: Rush, hub: Hub, pushed
     ]
     done = rush("train", *words, "schedule.warmup=0", 'techniques=["lora"]', "--out", work / "lora")
     assert done.returncode == 0, done.stderr
+    return work / "lora"
+
+
+def test_an_adapter_is_pushed_as_one_and_used_by_id(
+    rush: Rush, hub: Hub, pushed: str, adapted: Path, work: Path
+) -> None:
     done = rush(
-        "push", work / "lora", "--to", "someone/adapter", "--private", "--revision", "first", HF_TOKEN=TOKEN
+        "push", adapted, "--to", "someone/adapter", "--private", "--revision", "first", HF_TOKEN=TOKEN
     )
     assert done.returncode == 0, done.stderr
     assert hub.repos["model", "someone/adapter"].private
@@ -188,6 +196,25 @@ def test_an_adapter_is_pushed_as_one_and_used_by_id(rush: Rush, hub: Hub, pushed
     assert done.returncode == 0, done.stderr
     kept = [path for path in work.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
     assert not kept
+
+
+def test_a_run_with_adapters_is_pushed_merged_as_a_whole_model(
+    rush: Rush, hub: Hub, pushed: str, adapted: Path, work: Path
+) -> None:
+    done = rush("push", adapted, "--to", "someone/merged", "--merged", HF_TOKEN=TOKEN)
+    assert done.returncode == 0, done.stderr
+    files = files_of(hub, "someone/merged")
+    assert "adapter_config.json" not in files
+    assert f'base_model: "{pushed}"' in files["README.md"].decode()
+    folder = work / "merged"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        whole, run, base = (load_model(path)(tokens) for path in (folder, adapted, work / "run"))
+    torch.testing.assert_close(whole, run)
+    assert not torch.allclose(whole, base), "the adapters are in it"
 
 
 def test_a_dry_run_writes_the_folder_and_asks_nobody(rush: Rush, hub: Hub, trained: Path, work: Path) -> None:

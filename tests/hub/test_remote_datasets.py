@@ -174,6 +174,23 @@ def test_answers_of_a_hub_that_cannot(
     assert said in found["error"]
 
 
+def test_a_stream_that_is_cut_is_taken_up_again_or_is_one_sentence(
+    reader: subprocess.Popen[str], hub: Hub
+) -> None:
+    path = "data/train-1.parquet"
+    hub.cut[path] = [20]
+    try:
+        assert read(reader, "some/pages")["texts"] == ["a", "b", "c"]
+        assert not hub.cut[path], "it was cut"
+        hub.cut[path] = [20] * 200
+        found = read(reader, "some/pages")
+    finally:
+        hub.cut.clear()
+    assert found["code"] == 4, found
+    assert "some/pages" in found["error"]
+    assert read(reader, "some/pages")["texts"] == ["a", "b", "c"]
+
+
 def test_without_network(reader: subprocess.Popen[str], hub: Hub) -> None:
     found = read(reader, "other/pages", HF_ENDPOINT="http://127.0.0.1:9")
     assert read(reader, "some/pages", HF_ENDPOINT=hub.url)["texts"], "and with it again"
