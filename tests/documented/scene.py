@@ -29,12 +29,13 @@ WORDS = (
 
 
 def make_models(folder: Path, variables: Mapping[str, str]) -> None:
-    """A small Llama as a Hugging Face folder and two short runs, made by the command itself."""
+    """A small Llama as a Hugging Face folder and two short runs, made by the command itself; and the rates of this machine."""
     short = "schedule.steps=4 schedule.warmup=1 run.validate_every=2 run.save_every=2 run.sample_every=4"
     for line in (
         f"rush train llama-tiny {short} --out runs/a",
         f"rush train llama-tiny {short} optimizer.lr=1e-3 --out runs/b",
         "rush export runs/a --to model",
+        "rush probe",
     ):
         subprocess.run(line, shell=True, cwd=folder, env=dict(variables), check=True, capture_output=True)
 
