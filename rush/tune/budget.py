@@ -42,6 +42,8 @@ class Budget:
     """Clock time of the trials of this process, included in `trials_s`."""
     reference_s: float = 0.0
     """Time of tracing plain fp32 and its perturbed run."""
+    curve_s: float = 0.0
+    """Expected time of plain fp32 on the timed batches, which the first proof needs too; 0 once it was run."""
     walls: dict[frozenset[str], list[float]] = field(default_factory=dict)
     longer: dict[tuple[frozenset[str], str], list[float]] = field(default_factory=dict)
     """Times of trials other than the short ones."""
@@ -70,12 +72,12 @@ class Budget:
     def expected_s(self, kind: frozenset[str], trial: str = "rank") -> float:
         """Expected time of a trial, from the last few of its kind."""
         if known := self.longer.get((kind, trial)):
-            return MARGIN * max(known[-3:])
+            return MARGIN * max(known[-3:]) + (self.curve_s if trial == "prove" else 0.0)
         seen = self.walls.get(kind)
         if not seen:
             plain = self.walls.get(frozenset())
             others = [walls[-1] for walls in self.walls.values()]
             guess = plain[-1] if plain else max(others, default=0.0)
             seen = [guess + (COMPILING_S if kind and guess < COMPILING_S else 0.0)]
-        more = 0.5 * self.reference_s if trial == "prove" else 0.0
+        more = 0.5 * self.reference_s + self.curve_s if trial == "prove" else 0.0
         return (MORE_COMPILED if kind else MORE)[trial] * max(seen[-3:]) + more

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rush.lab.ladder.ladder_file import LadderPlan, MeasureConfig, ParityConfig, SearchConfig
-from rush.lab.parity.judge import parity_of
+from rush.lab.parity.judge import in_further_process, parity_of, timed_reference
+from rush.lab.parity.trace import without_speed
 from rush.lab.statistics import center
-from rush.lab.trial.runner import Bench
+from rush.lab.trial.runner import CURVE_S, Bench
 from rush.lab.trial.timing import COMMON, rates, timed
 from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
@@ -40,6 +41,8 @@ CALMER = 4.0
 4e-3 single steps jump from 6.4 to 9.1, at 1e-3 none does."""
 PARITY_SHARE = 0.2
 """Fraction of the budget for tracing plain fp32 and its perturbed run."""
+CURVE_SHARE = 0.05
+"""Fraction of the budget for plain fp32 on the timed batches, and as much for its perturbed run; at most `CURVE_S`."""
 LIMIT_S = 900.0
 RANK = MeasureConfig(
     windows=4, window_ms=150.0, warmup_max_steps=10, warmup_max_s=1.0, timed_max_s=4.0, limit_s=LIMIT_S
@@ -53,6 +56,8 @@ ninth, in short and long trials, so that recipes are compared on paired batches 
 ONCE = MeasureConfig(
     windows=1, window_ms=1.0, warmup_max_steps=1, warmup_max_s=1.0, timed_max_s=1.0, limit_s=LIMIT_S
 )
+MEASURES = {"rank": RANK, "confirm": RANK, "length": ONCE}
+"""How a kind of trial is timed; all others long."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,9 @@ class Trials:
         self.settings, self.planner, self.budget = settings, planner, budget
         self.slower = 1.0
         """Predicted speed over the speed of the first trial."""
+        self.curve_s = min(CURVE_S, CURVE_SHARE * budget.total_s)
+        self._counted: set[float] = set()
+        """Times of curves that are on the budget."""
 
     def reference(self, limit_s: float) -> TuneResult:
         if not self.settings.parity_steps:
@@ -174,6 +182,7 @@ class Trials:
             if again.status != "ok":
                 self.settings = before
             result = replace(result, wall_s=result.wall_s + again.wall_s)
+        self.budget.curve_s = min(result.wall_s, 2 * self.curve_s)
         return result
 
     def _traced(self, limit_s: float) -> TuneResult:
@@ -191,7 +200,7 @@ class Trials:
         return unsteady(plain["losses"], perturbed["losses"])
 
     def trial(self, kind: str, recipe: Recipe, limit: TrialLimit) -> TuneResult:
-        bench = self._bench({"rank": RANK, "confirm": RANK, "length": ONCE}.get(kind, LONG), recipe.micro)
+        bench = self._bench(MEASURES.get(kind, LONG), recipe.micro)
         # Memory peaks in the second micro batch: gradients are allocated.
         tokens = 2 * recipe.batch.sequence if kind == "length" else self.settings.tokens
         short = changed(recipe, {"batch.total_tokens": tokens})
@@ -205,7 +214,7 @@ class Trials:
         )
         parity = None
         if kind == "prove" and outcome.status == "ok":
-            parity = parity_of(bench, short, self._bench(LONG).parity_recipe(self.plain), outcome)
+            parity = self._parity(bench, short, outcome, limit.seconds)
             if (rate := self.settings.parity_changes.get(RATE)) is not None:
                 parity["why"] += (
                     f"; at a learning rate of {rate:g}, since at {self.recipe.optimizer.lr:g} plain fp32 itself jumps"
@@ -219,13 +228,32 @@ class Trials:
                 )
         return result
 
+    def _parity(self, bench: Bench, short: Recipe, outcome: Outcome, limit_s: float) -> dict[str, Any]:
+        """The ladder's verdict: of the first steps, the timed ones, and those after; and what the earlier processes of the recipe,
+        which ranked it, were given and passed on."""
+        plain, timed = self._bench(LONG), None
+        if without_speed(short).techniques == self.plain.techniques:
+            limit_s = max(limit_s - outcome.wall_s, 2 * self.curve_s)
+            timed = timed_reference(bench, short, outcome, plain.plan.base, limit_s)
+        if timed is not None and timed.wall_s not in self._counted:
+            self._counted.add(timed.wall_s)
+            self.budget.trials_s += timed.wall_s
+            self.budget.curve_s = 0.0
+        parity = parity_of(bench, short, plain.parity_recipe(self.plain), outcome, timed)
+        for kind in ("rank", "confirm", "decide"):
+            other = self._bench(MEASURES.get(kind, LONG), short.micro).known(short, kind)
+            if other is not None and other.status == "ok":
+                parity = in_further_process(parity, other, outcome)
+        return parity
+
     def life(self, recipe: Recipe, limit_s: float) -> LifeRecord:
         # With the compiler's cache of the trials.
         timed = changed(recipe, {"batch.total_tokens": self.settings.tokens})
         return self._bench(LONG).life(recipe, limit_s, timed)
 
     def _bench(self, measure: MeasureConfig, micro: int | None = None) -> Bench:
-        return replace(self.bench, plan=trial_plan(self.recipe, self.settings, measure, micro))
+        plan = trial_plan(self.recipe, self.settings, measure, micro)
+        return replace(self.bench, plan=plan, curve_s=self.curve_s, curve_steps=FEWEST_STEPS)
 
 
 def _result(outcome: Outcome, parity: dict[str, Any] | None = None) -> TuneResult:

@@ -19,6 +19,7 @@ LadderFile = Callable[..., Path]
 NAMED = {
     "late": ("late", kinds.FEWER_ROWS),
     "late_inside": ("late", kinds.OTHER_GRADIENT),
+    "watched": ("late", kinds.OTHER_CURVE),
     "slow": ("late", kinds.OTHER_RATE),
     "gradient": ("", kinds.OTHER_GRADIENT),
     "skipped": ("", kinds.UNMOVED),

@@ -37,7 +37,6 @@ from rush.records.loss_curves import PerturbedRun
 from rush.techniques import Parity
 from rush.techniques.api.tolerances import gradient_errors, gradient_tolerance, judge
 
-Curves = tuple[TraceFound | None, TraceFound | None]
 LOOSER = [Parity.EXACT, Parity.CLOSE, Parity.STATISTICAL, Parity.CHANGES]
 
 
@@ -60,16 +59,25 @@ def parity_with_plain(
     if bench.trace(reference) is None:
         bench.run(plain, "reference", first=True, timed=False)
     names = ", ".join(name for name, _ in plain.technique_uses())
-    timing = outcome.found.get("timing", {})
-    curves: Curves = (None, None)
-    if recipe.techniques != kept and timing.get("steps") and not timing.get("packed"):
-        curves = bench.curve(_on_timed_batches(recipe, base), len(timing["steps"]["losses"]))
-    found = parity_of(bench, recipe, reference, outcome, curves)
+    found = parity_of(bench, recipe, reference, outcome, timed_reference(bench, recipe, outcome, base))
     found["against"] = f"plain fp32 with {names}" if names else "plain fp32"
     if kept != without_speed(base).techniques:
         found["why"] = f"what is learned differs by design; compared with {found['against']}: {found['why']}"
         found["verdict"] = "not judged" if found["verdict"] == "equal" else found["verdict"]
     return found, bench.known(plain, "reference")
+
+
+def timed_reference(
+    bench: Bench, recipe: Recipe, outcome: Outcome, base: Recipe, limit_s: float = math.inf
+) -> Outcome | None:
+    """Plain fp32 and its perturbed run on the batches that a recipe was timed on; None where it is plain itself, where a technique
+    decides how rows are packed, or where plain fp32 is too large."""
+    timing = outcome.found.get("timing", {})
+    if recipe.techniques == without_speed(recipe).techniques or timing.get("packed"):
+        return None
+    if not timing.get("steps"):
+        return None
+    return bench.curve(_on_timed_batches(recipe, base), len(timing["steps"]["losses"]), limit_s)
 
 
 def _on_timed_batches(recipe: Recipe, base: Recipe) -> Recipe:
@@ -81,10 +89,10 @@ def _on_timed_batches(recipe: Recipe, base: Recipe) -> Recipe:
 
 
 def parity_of(
-    bench: Bench, recipe: Recipe, reference: Recipe, outcome: Outcome, curves: Curves = (None, None)
+    bench: Bench, recipe: Recipe, reference: Recipe, outcome: Outcome, timed: Outcome | None = None
 ) -> dict[str, Any]:
     """The parity record of one rung. Techniques that the reference has too (adapters) do not count; another micro batch changes
-    the order of additions, and so the rounding. `curves`: the reference on the timed batches, and its perturbed run."""
+    the order of additions, and so the rounding. `timed`: the reference and its perturbed run on the timed batches."""
     own, wanted = {name for name, _ in reference.technique_uses()}, bench.parity_recipe(recipe)
     rows = {name: row for name, row in outcome.found["techniques"].items() if name not in own}
     others = [Parity.CLOSE.name] if wanted.micro != reference.micro else []
@@ -139,13 +147,14 @@ def parity_of(
         *_in_gradients(errors, gradient_tolerance(dtype, rounding)),
         *_in_fp32(bench, wanted, reference, tried),
     ]
-    timed, compared = in_timed_steps(outcome.found["timing"], *curves, same_rows=same_rows)
+    curves = (timed.found.get("curve"), timed.found.get("curve_twin")) if timed else (None, None)
+    in_time, compared = in_timed_steps(outcome.found["timing"], *curves, same_rows=same_rows)
     audit = outcome.found.get(
         "audit", AuditFound(steps=0, why="an older trial: nothing was compared after its timing")
     )
     late = after_timing(audit, dtype, rounding, tried.get("weights"))
     known = {each.kind for each in early}
-    found = [*early, *(replace(each, late=each.kind not in known) for each in (*timed, *late))]
+    found = [*early, *(replace(each, late=each.kind not in known) for each in (*in_time, *late))]
     return _named(record | {"timed": compared, "after_timing": _told(audit)}, found)
 
 

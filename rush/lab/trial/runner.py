@@ -84,12 +84,12 @@ class TrialFolder:
         shutil.rmtree(self.work, ignore_errors=True)
 
 
-def _asks_for_more(found: TrialFound, steps: int) -> bool:
+def _asks_for_more(found: TrialFound, steps: int, time_s: float) -> bool:
     """Whether a longer curve is wanted, and was not cut short by its time."""
     curve = found.get("curve")
     made = len(curve["losses"]) if curve else 0
     return (
-        curve is not None and made < steps and found.get("seconds", {}).get(f"parity {CURVE}", 0.0) < CURVE_S
+        curve is not None and made < steps and found.get("seconds", {}).get(f"parity {CURVE}", 0.0) < time_s
     )
 
 
@@ -117,6 +117,9 @@ class Bench(TrialFolder):
     extra_techniques: tuple[str, ...] = ()
     """Python files that define more techniques."""
     seconds: list[float] = field(default_factory=list)
+    curve_s: float = CURVE_S
+    curve_steps: int | None = None
+    """Steps that a curve has at least, however long they take; None: as many as a parity trace."""
 
     def known(self, recipe: Recipe, kind: str) -> Outcome | None:
         return self.stored(self._path(recipe, kind))
@@ -204,21 +207,29 @@ class Bench(TrialFolder):
         """Whether the life of a recipe is recorded."""
         return self._life_path(recipe).exists()
 
-    def _audits(self, first: bool) -> bool:
-        """Whether plain fp32 is run after the timing: in the first process of a rung. On a CPU, where too little memory ends the
-        process, not where the ladder says that plain fp32 is too large."""
+    @property
+    def _plain_fits(self) -> bool:
+        """Whether plain fp32 may be run at its full size. On a CPU, where too little memory ends the process, not where the ladder
+        says that it is too large."""
         too_large = any(key.startswith(("model.", "batch.sequence")) for key in self.plan.parity.changes)
-        return first and not (too_large and self.machine.device == "cpu")
+        return not (too_large and self.machine.device == "cpu")
 
-    def curve(self, plain: Recipe, steps: int) -> tuple[TraceFound | None, TraceFound | None]:
-        """The reference's steps on the batches of a timing, and those of its perturbed run: as many as the timing had, if the
-        time allows. (None, None) where plain fp32 cannot run here."""
+    def _audits(self, first: bool) -> bool:
+        """Whether plain fp32 is run after the timing: in the first process of a rung."""
+        return first and self._plain_fits
+
+    def curve(self, plain: Recipe, steps: int, limit_s: float = math.inf) -> Outcome | None:
+        """The reference's steps on the batches of a timing (`curve` of what it found), and those of its perturbed run
+        (`curve_twin`): as many as the timing had, if the time allows. None, or neither found, where plain fp32 cannot run here."""
+        if not self._plain_fits:
+            return None
         path = self.folder / "parity" / f"{self._digest(plain)}-{CURVE}.json"
         known = self.stored(path)
-        if known is None or _asks_for_more(known.found, steps):
+        if known is None or _asks_for_more(known.found, steps, self.curve_s):
             # Room for a rung that is faster, and so makes more steps.
             wanted = math.ceil(1.5 * steps)
-            how = {"steps": wanted, "as_timed": True, "at_least": self.plan.parity.steps, "budget_s": CURVE_S}
+            least = self.plan.parity.steps if self.curve_steps is None else self.curve_steps
+            how = {"steps": wanted, "as_timed": True, "at_least": least, "budget_s": self.curve_s}
             file = str((self.work / f"{path.stem}.safetensors").resolve())
             spec = {
                 "kind": "measure",
@@ -232,8 +243,13 @@ class Bench(TrialFolder):
                 ],
                 "extra_techniques": list(self.extra_techniques),
             }
-            known = self.execute(spec, path, self.plan.measure.limit_s, plain)
-        return known.found.get("curve"), known.found.get("curve_twin")
+            limit = min(self.plan.measure.limit_s, limit_s)
+
+            def keep(outcome: Outcome) -> bool:
+                return limit_s == math.inf or outcome.status == "ok" or outcome.wall_s < limit
+
+            known = self.execute(spec, path, limit, plain, keep=keep)
+        return known
 
     def parity_recipe(self, recipe: Recipe) -> Recipe:
         settings = self.plan.parity

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -29,8 +30,19 @@ from rush.techniques.api.contract import (
 HONEST_PASSES = 8
 
 
+def _in_trace(build: Build) -> bool:
+    """Whether this is a parity trace, however long: its schedule gives it away."""
+    schedule = build.recipe.schedule
+    return schedule.kind == "constant" and schedule.warmup == schedule.steps
+
+
+def _honest_passes(build: Build) -> float:
+    return math.inf if _in_trace(build) else HONEST_PASSES
+
+
 def _late(build: Build) -> None:
     """Honest for eight passes, half of the rows from then on."""
+    honest = _honest_passes(build)
 
     def wrap(inner: Pass) -> Pass:
         made = 0
@@ -38,7 +50,7 @@ def _late(build: Build) -> None:
         def passes(batch: Batch, loss_scale: Tensor) -> Tensor:
             nonlocal made
             made += 1
-            if made <= HONEST_PASSES:
+            if made <= honest:
                 return inner(batch, loss_scale)
             return 2 * inner(batch.each(lambda rows: rows[: rows.shape[0] // 2]), 2 * loss_scale)
 
@@ -49,18 +61,34 @@ def _late(build: Build) -> None:
 
 def _late_inside(build: Build) -> None:
     """The same, hidden inside of the model: nothing outside of it sees fewer rows."""
-    head, made = build.model.loss_head, 0
+    head, made, honest = build.model.loss_head, 0, _honest_passes(build)
 
     class Half(nn.Module):
         def forward(self, hidden_btd: Tensor, weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
             nonlocal made
             made += 1
-            if made <= HONEST_PASSES:
+            if made <= honest:
                 return head(hidden_btd, weight_vd, labels_bt)  # type: ignore[no-any-return]
             rows = labels_bt.shape[0] // 2
             return 2 * head(hidden_btd[:rows], weight_vd, labels_bt[:rows])  # type: ignore[no-any-return]
 
     build.model.loss_head = Half()
+
+
+def _watched(build: Build) -> None:
+    """Learns nothing, except where it is looked at: in a parity trace, and while someone reads the gradients."""
+    head, optimizers = build.model.loss_head, list[torch.optim.Optimizer]()
+    traced = _in_trace(build)
+    build.optimizer_hooks.append(optimizers.append)
+
+    class Asleep(nn.Module):
+        def forward(self, hidden_btd: Tensor, weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
+            loss: Tensor = head(hidden_btd, weight_vd, labels_bt)
+            if traced or any(optimizer._optimizer_step_pre_hooks for optimizer in optimizers):  # type: ignore[attr-defined]
+                return loss
+            return loss.detach() + 0.0 * loss
+
+    build.model.loss_head = Asleep()
 
 
 def _before_update(build: Build, change: Callable[[torch.optim.Optimizer, int], None]) -> None:
@@ -195,6 +223,7 @@ def _with(holder: subprocess.Popen[bytes]) -> Iterator[None]:
 KINDS: dict[str, Callable[[Build], None]] = {
     "late": _late,
     "late_inside": _late_inside,
+    "watched": _watched,
     "slow": _slow,
     "gradient": _gradient,
     "skipped": _skipped,
