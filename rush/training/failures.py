@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from rush.errors import CannotWrite, Outage, OwnFault, RunFailed, RushError
+from rush.errors import CannotWrite, Diverged, Outage, OwnFault, RunFailed, RushError
 from rush.files import append_log, is_disk_full, write_json_atomic
 from rush.hardware import Machine, fragmentation_hint, out_of_memory
 from rush.parallel import AXES, Ranks, started_rank
@@ -97,6 +97,9 @@ def reporting_failures(status: RunStatus) -> Iterator[None]:
         if status.ranks.watchdog is not None:
             status.ranks.watchdog.claim_report()
         raise _cannot_write(error, status) from error
+    except Diverged as error:
+        _record_identifiers(error, status, [])
+        raise
     except RushError:
         raise
     except (Exception, SystemExit) as error:
