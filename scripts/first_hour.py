@@ -232,8 +232,8 @@ def transcript(record: dict[str, Any]) -> str:
 
 HEAD = """# The first hour
 
-From installing rush to a verified faster recipe of your own model: what was typed, what came back, and how long it took,
-without network. `scripts/first_hour.py` typed it; a command that fails ends the script, and so does a search that proves
+From installing rush to a verified faster recipe of your own model: what was typed, what came back, and how long it took.
+Nothing was downloaded. `scripts/first_hour.py` typed it; a command that fails ends the script, and so does a search that proves
 nothing. (This page is written by it, from `results/first-hour-*`.)
 
 What you bring is a Hugging Face folder (here `my-model`: one of rush's own sizes after a few steps on the standard library)
