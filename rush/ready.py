@@ -76,8 +76,12 @@ class Ready:
             raise RecipeError(
                 f"{path} cannot be read ({error.strerror}); give an existing .toml file or the name of a ready {self.kind}."
             ) from None
-        except ValueError as error:
+        except tomllib.TOMLDecodeError as error:
             raise RecipeError(f"{path} is not valid TOML: {error}.") from None
+        except ValueError:  # Python's own limit for the conversion of integers
+            raise RecipeError(
+                f"{path} holds a number with thousands of digits; write a smaller one."
+            ) from None
         except RecursionError:
             raise RecipeError(
                 f"{path} is nested too deeply for a {self.kind}; write it with fewer brackets."

@@ -229,7 +229,7 @@ class RunSection(Section):
     """The prompt of samples. In fine-tuning on conversations it is a user's turn in the run's chat template; a prompt with
     special tokens is used unchanged."""
     sample_tokens: NotNegative = 100
-    memory_limit_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    memory_limit_gb: Annotated[float, Field(ge=0.001, allow_inf_nan=False)] | None = None
     """Limit of device memory (GB of 10⁹ bytes), as if the device were smaller. On a CPU (Linux) a step that needs more stops
     the run."""
     trackers: list[str] = ["tensorboard"]

@@ -79,7 +79,8 @@ def print_json(value: Any) -> None:
 def print_table(columns: list[str], rows: list[list[str]], title: str | None = None) -> None:
     """A table on standard output; columns of numbers are right-aligned."""
     title = None if title is None else printable(title)
-    columns, rows = list(map(printable, columns)), [list(map(printable, row)) for row in rows]
+    columns = list(map(printable, columns))
+    rows = [[*map(printable, row), *[""] * (len(columns) - len(row))] for row in rows]
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     words = [max((len(word) for row in [columns, *rows] for word in row[index].split()), default=0) for index in range(len(columns))]  # fmt: skip
     whole = sum(words) + 2 * len(words) <= Console().width  # then no word is cut

@@ -86,9 +86,8 @@ def _start_ranks(recipe: Recipe, nproc: int, words: Sequence[str], files: Sequen
     refuse_nested(nproc)
     check_world(recipe.layout.model_dump(), nproc)
     check_recipe(recipe)
-    raise typer.Exit(
-        launch(nproc, ["overfit", *words, *technique_words(files), *["--debug"] * ("--debug" in sys.argv)])
-    )
+    debug = ["--debug"] * ("--debug" in sys.argv)
+    raise typer.Exit(launch(nproc, ["overfit", *words, *technique_words(files), *debug], resumable=False))
 
 
 def _show(verdict: Verdict) -> None:

@@ -54,24 +54,25 @@ def launch(
     arguments: list[str],
     *,
     restarts: int = 0,
-    last_checkpoint: Callable[[], object] | None = None,
+    last_checkpoint: Callable[[], object] = lambda: None,
     fewer: Callable[[int], int | None] = lambda num_ranks: None,
+    resumable: bool = True,
 ) -> int:
     """Run `python -m rush ARGUMENTS` on each rank; return the exit code once all have ended.
 
     After a lost rank all are restarted with --resume, up to `restarts` times without a change of `last_checkpoint`. After that
-    `fewer` may give a smaller number of ranks to continue with. Without `last_checkpoint` there is nothing to resume.
+    `fewer` may give a smaller number of ranks to continue with. What is not `resumable` just ends.
     """
     if num_ranks < 1:
         raise RecipeError(f"--nproc is {num_ranks}; at least one process is needed.")
     if restarts < 0:
         raise RecipeError(f"--restarts is {restarts}; allowed is 0 (never) or more.")
-    in_a_row, before = 0, last_checkpoint and last_checkpoint()
+    in_a_row, before = 0, last_checkpoint()
     while True:
         result = _run_once(num_ranks, arguments)
         if not result.retryable:
             return result.code
-        if last_checkpoint is None:
+        if not resumable:
             _log(f"{result.failure}.")
             return MachineError.exit_code if result.code == RankLost.exit_code else result.code
         if "--resume" not in arguments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from rush.data.conversations.turns import Conversation, Pair
 from rush.data.packing import best_fit
 from rush.errors import RecipeError
+from rush.parallel import DATA_AXES
 from rush.recipe import AUTO, LARGEST_NUMBER
 from rush.recipe_io import apply_override, parse
 from rush.start import decisions
@@ -144,7 +146,7 @@ def _data_choices(found: Findings, sequence: int) -> dict[str, Choice]:
 
 
 def _batch_choices(found: Findings, method: Method, sequence: int) -> dict[str, Choice]:
-    """Rows are powers of two, so that micro batches divide them."""
+    """Rows are powers of two, so that micro batches divide them; a multiple of a given micro batch and of given data ranks."""
     lengths, kind = found.lengths, found.kind
     sequence = int(found.given.get("batch.sequence", sequence))
     epochs = float(found.given.get("schedule.epochs", epochs_of(found).value))
@@ -155,6 +157,11 @@ def _batch_choices(found: Findings, method: Method, sequence: int) -> dict[str, 
         step = decisions.choose_step_documents(kind, method.name, found.documents, epochs)
         each = sequence if kind == "dpo" else lengths.mean
         rows = decisions.power_of_two(step.value * each / sequence)
+    micro = found.given.get("batch.micro", AUTO)
+    together = (1 if micro == AUTO else int(micro)) * math.prod(
+        int(found.given.get(f"layout.{axis}", 1)) for axis in DATA_AXES
+    )
+    rows = together * max(1, round(rows / together))
     return {
         "batch.micro": Choice("auto", "the fastest that fits, by the planner"),
         "batch.sequence": Choice(

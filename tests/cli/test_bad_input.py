@@ -216,6 +216,8 @@ CASES: list[tuple[str, int, list[str], Callable[[World], list[str]]]] = [
     ("a micro batch beyond reason", 2, ["batch.micro is 1000000000000", "at most 16,777,216"], lambda w: w.train("batch.micro=1000000000000")),
     ("a seed of more than 64 bits", 2, ["run.seed is a number with 20 digits"], lambda w: w.train(f"run.seed={2**64}")),
     ("a number of 5,000 digits", 2, ["run.seed is", "(5,002 characters)"], lambda w: w.train(f"run.seed={'9' * 5000}")),
+    ("a file with a number of 5,000 digits", 2, ["holds a number with thousands of digits"], lambda w: ["train", str(w.file("long.toml", f"a = {'9' * 5000}"))]),
+    ("a memory limit of a byte", 2, ["run.memory_limit_gb is 1e-09", "0.001"], lambda w: w.train("run.memory_limit_gb=1e-9")),
     ("3,000 brackets", 2, ["data.files is", "(3,002 characters)"], lambda w: w.train(f"data.files={'[' * 3000}")),
     ("a file of 3,000 brackets", 2, ["nested too deeply"], lambda w: ["train", str(w.file("deep.toml", f"a = {'[' * 3000}"))]),
     ("control characters in a name", 2, ["\\x1b[2J"], lambda w: ["train", "\x1b[2J"]),

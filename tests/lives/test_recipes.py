@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -106,21 +105,11 @@ def environment(session_folder: Path, session_cache: str) -> dict[str, str]:
     return {"RUSH_CACHE": session_cache, "TORCHINDUCTOR_CACHE_DIR": str(session_folder / "inductor")}
 
 
-def _cases() -> list[Any]:
-    """Other families than the first two have their own lives below, in `make test`; their recipes live in `make test-all`."""
-    return [
-        pytest.param(
-            lived,
-            _parts(lived, _together()),
-            marks=() if lived.recipe.shape().family in ("gpt2", "llama") else pytest.mark.slow,
-            id=lived.id,
-        )
-        for lived in _together()
-    ]
-
-
 @pytest.mark.timeout(3 * LIMIT_S)
-@pytest.mark.parametrize(("lived", "parts"), _cases())
+@pytest.mark.parametrize(
+    ("lived", "parts"),
+    [pytest.param(lived, _parts(lived, _together()), id=lived.id) for lived in _together()],
+)
 def test_a_ready_recipe_lives_a_whole_life(
     lived: Lived,
     parts: list[str],

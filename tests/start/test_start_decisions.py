@@ -58,6 +58,8 @@ def test_a_micro_batch_may_stay_with_the_planner_or_be_given(model: Path, tmp_pa
     assert start_recipe(model, data, "batch.micro=auto", device="cpu").recipe.micro >= 1
     given = start_recipe(model, data, "batch.micro=3", "batch.total_tokens=1152", device="cpu").recipe
     assert (given.micro, given.accumulation) == (3, 3)
+    alone = start_recipe(model, data, "batch.micro=12", "batch.sequence=128", device="cpu").recipe
+    assert alone.step_tokens % (12 * 128) == 0, "what was decided follows what was given"
 
 
 def test_few_hours_mean_fewer_epochs_and_the_cost_follows_the_price(model: Path, tmp_path: Path) -> None:
