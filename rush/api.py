@@ -183,10 +183,12 @@ def train(
     *overrides: str,
     out: str | Path | None = None,
     resume: bool = False,
+    until: int | None = None,
     techniques: Sequence[str | Path] = (),
     view: View | None = None,
 ) -> TrainingRun:
-    """Train a recipe in a new folder, or resume the run in `out`. Without a `view` it shows progress in the terminal.
+    """Train a recipe in a new folder, or resume the run in `out`. Without a `view` it shows progress in the terminal. `until`: stop
+    after this step, with a checkpoint to resume from.
 
     `techniques`, here and below: Python files that define techniques of your own. Their code is executed.
     """
@@ -205,7 +207,7 @@ def train(
     before, done = _written(folder), False
     try:
         with _own(techniques):
-            run = TrainingRun(train_recipe(chosen, folder, resume=resume, view=shown))
+            run = TrainingRun(train_recipe(chosen, folder, resume=resume, view=shown, until=until))
         done = True
     finally:  # also of a run that was interrupted or failed
         if _written(folder) != before:

@@ -36,6 +36,13 @@ def train(
     data: DataFiles = None,
     out: Annotated[Path | None, typer.Option(help="Run folder. Default: runs/RECIPE-DATE.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out, bit for bit.")] = False,
+    until: Annotated[
+        int | None,
+        typer.Option(
+            help="Stop after this step, with a checkpoint to resume from. The schedule stays that of the whole run.",
+            min=1,
+        ),
+    ] = None,
     nproc: Annotated[
         str | None,
         typer.Option(
@@ -97,14 +104,15 @@ def train(
 
         with added(files):
             if nproc is not None:
-                _start_ranks(nproc, restarts, recipe, changes, out, resume, json, files)
-            summary = _train_here(recipe, changes, out, resume, shrink, json)
+                _start_ranks(nproc, restarts, recipe, changes, out, resume, json, files, until)
+            summary = _train_here(recipe, changes, out, resume, shrink, json, until)
 
     from rush.parallel import started_rank, started_world
     from rush.recipe_io import load_recipe
 
+    as_asked = until is not None and summary.step >= until
     if started_rank() != 0:
-        raise typer.Exit(130 if summary.interrupted else 0)
+        raise typer.Exit(130 if summary.interrupted and not as_asked else 0)
     folder = Path(summary.folder)
     if json:
         print_json(asdict(summary))
@@ -119,7 +127,7 @@ def train(
     if summary.interrupted:
         many = ["--nproc", str(started_world())] if started_world() > 1 else []
         next_step("rush", "train", "--out", str(folder), "--resume", *many)
-        raise typer.Exit(130)
+        raise typer.Exit(0 if as_asked else 130)
     tuned = load_recipe(str(folder / "recipe.toml")).objective.kind != "lm"
     if (folder / "report.html").is_file():
         typer.echo(f"Report: {folder / 'report.html'}")
@@ -128,7 +136,13 @@ def train(
 
 
 def _train_here(
-    recipe: str | None, changes: list[str], out: Path | None, resume: bool, shrink: bool, json: bool
+    recipe: str | None,
+    changes: list[str],
+    out: Path | None,
+    resume: bool,
+    shrink: bool,
+    json: bool,
+    until: int | None,
 ) -> Summary:
     """Train in this process, alone or as one rank of a launcher."""
     if "RANK" in os.environ:
@@ -153,7 +167,7 @@ def _train_here(
     )
     view = View() if json else terminal_view(_how_to_watch(folder, status.recipe))
     set_reporter(partial(report_late, status, status.uses()))
-    return train_run(chosen, out=folder, resume=resume or restarted(), view=view).summary
+    return train_run(chosen, out=folder, resume=resume or restarted(), view=view, until=until).summary
 
 
 def _how_to_watch(folder: Path, recipe: Recipe | None) -> str:
@@ -229,6 +243,7 @@ def _start_ranks(
     resume: bool,
     json: bool,
     files: Sequence[Path] = (),
+    until: int | None = None,
 ) -> None:
     """Run this command on several ranks; does not return. Invalid recipes are refused before a rank starts."""
     from rush.parallel import check_world
@@ -253,6 +268,7 @@ def _start_ranks(
     words = ["train", *([recipe] if recipe else []), *changes, "--out", str(folder.path)]
     words += ["--resume"] * resume + ["--json"] * json + ["--debug"] * ("--debug" in sys.argv)
     words += ["--shrink"] * (smallest < most)
+    words += [] if until is None else ["--until", str(until)]
     words += technique_words(files)
     code = launch(
         most,

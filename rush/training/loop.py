@@ -9,6 +9,7 @@ All ranks run this and take the same decisions from the same numbers; only rank 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -52,16 +53,29 @@ __all__ = ["Summary", "configuration", "train_recipe"]
 
 
 def train_recipe(
-    recipe: Recipe | None, out: Path | str, *, resume: bool = False, view: View | None = None
+    recipe: Recipe | None,
+    out: Path | str,
+    *,
+    resume: bool = False,
+    view: View | None = None,
+    until: int | None = None,
 ) -> Summary:
-    """Train the recipe in the folder `out`; `resume` continues the run that is there."""
+    """Train the recipe in the folder `out`; `resume` continues the run that is there. After step `until` the run stops with a
+    checkpoint, as if it had been interrupted there: the schedule stays that of the whole run."""
     status = RunStatus(RunFolder(Path(out)))
     with reporting_failures(status):
-        return _train_recipe(recipe, RunFolder(Path(out)), status, resume=resume, view=view or View())
+        folder = RunFolder(Path(out))
+        return _train_recipe(recipe, folder, status, resume=resume, view=view or View(), until=until)
 
 
 def _train_recipe(
-    recipe: Recipe | None, folder: RunFolder, status: RunStatus, *, resume: bool, view: View
+    recipe: Recipe | None,
+    folder: RunFolder,
+    status: RunStatus,
+    *,
+    resume: bool,
+    view: View,
+    until: int | None,
 ) -> Summary:
     if resume and not folder.holds_run() and recipe is not None:
         view.note(f"{folder.path} holds no run yet: starting from the beginning.")
@@ -87,7 +101,7 @@ def _train_recipe(
         opened = resumed_run(folder.path) if resume else new_run(folder.path)
         ranks.on_rank0(lambda: _open(stack, opened))
         status.recipe = recipe = with_commits(recipe, ranks, view.note if ranks.main else View().note)
-        return _train(recipe, machine, folder, status, view if ranks.main else View(), ranks)
+        return _train(recipe, machine, folder, status, view if ranks.main else View(), ranks, until)
 
 
 def configuration(recipe: Recipe) -> str:
@@ -131,12 +145,19 @@ def _resumed_recipe(stored: Recipe, given: Recipe | None) -> Recipe:
 
 
 def _train(
-    recipe: Recipe, machine: Machine, folder: RunFolder, status: RunStatus, view: View, ranks: Ranks
+    recipe: Recipe,
+    machine: Machine,
+    folder: RunFolder,
+    status: RunStatus,
+    view: View,
+    ranks: Ranks,
+    until: int | None,
 ) -> Summary:
     store = folder.checkpoints
     resumed = newest_good(
         store, ranks, lambda path, problem: view.note(f"DAMAGED checkpoint, not used: {problem}")
     )
+    _check_until(until, resumed)
     if resumed is None and store.steps():
         raise DataError(
             f"every checkpoint in {store.folder} is damaged; restore one from a backup, or start a new run with "
@@ -180,6 +201,7 @@ def _train(
     if ranks.main:
         trackers = open_trackers(recipe, folder, done + 1, resumed=resumed is not None, note=view.note)
     session = Session(recipe, run, folder, corpus, loader, trackers, view, saver, status)
+    session.until = math.inf if until is None else until
     try:
         if not ranks.main:
             return session.go(done, tokens)
@@ -202,6 +224,15 @@ def _train(
             return summary
     finally:
         loader.close()
+
+
+def _check_until(until: int | None, resumed: Checkpoint | None) -> None:
+    """Refuse a last step that is behind: nothing would be trained."""
+    done = 0 if resumed is None else resumed.step
+    if until is not None and until <= done:
+        raise RecipeError(
+            f"--until is {until}, but the run is at step {done}; give a later step, or leave --until out."
+        )
 
 
 def _seed_generators(seed: int) -> None:

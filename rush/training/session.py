@@ -99,6 +99,8 @@ class Session:
     """Whether memory for copies of the state is allocated."""
     last_step: float = math.inf
     """The step after which the ranks agreed to end."""
+    until: float = math.inf
+    """The step after which this process ends, with a checkpoint."""
 
     def __post_init__(self) -> None:
         self.validation = Validation(self.run, self.view.note)
@@ -117,7 +119,7 @@ class Session:
         try:
             with _graceful_stop() as stop:
                 running: _Running | None = None
-                for step in range(done + 1, total + 1):
+                for step in range(done + 1, int(min(total, self.until)) + 1):
                     started = self._start(step, stop.asked or self.saver.failed, running)
                     if running is not None:
                         row, running = self._finish(running, tokens, utilization), None
@@ -158,6 +160,8 @@ class Session:
     def _stops(self, stop: _Stop, step: int) -> bool:
         """Whether the run ends after this step. Ranks are asked to stop at different moments: they end one step after the first
         step in which all learned of a request. A failed save requests it, too."""
+        if step >= self.until:
+            return True
         return stop.asked or self.saver.failed if self.run.ranks.alone else step >= self.last_step
 
     def _needs_weights(self, step: int) -> bool:
