@@ -95,8 +95,8 @@ def check(folder: Path) -> tuple[list[ErrorRow], list[ErrorSummary], Efficiencie
     rows += [row for item in read_published() for row in _published(item)]
     kinds = {kind: [row for row in rows if row.kind == kind] for kind in TARGETS}
     kinds[ON_CPU] = [row for row in rows if row.kind == ON_CPU]
-    kinds["time, host-bound"] = [row for row in rows if row.waits]
-    kinds["time, device-bound"] = [row for row in rows if row.waits is False]
+    kinds["time, host-bound"] = [row for row in kinds["time"] if row.waits]
+    kinds["time, device-bound"] = [row for row in kinds["time"] if row.waits is False]
     judged = {kind: some for kind, some in kinds.items() if any(row.held_out for row in some)}
     return rows, [summarize(kind, some) for kind, some in judged.items()], efficiency
 

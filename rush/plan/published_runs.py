@@ -1,7 +1,7 @@
 """Published measurements of other trainers as specs, for machines that are not at hand.
 
 The rows are in `published_runs.json`, with their sources. torchtitan keeps fp32 shards, gathers in bf16, computes in
-bf16 without autocast and reduces gradients in fp32; so do these specs.
+bf16 without autocast and reduces gradients in fp32; so do these specs, unless a study reduces in bf16 (`reduced_bytes`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
-from rush.models import SIZES
+from rush.models import SIZES, Shape
+from rush.models.sizes import gpt2_shape
 from rush.parallel import AXES
 from rush.plan.effects import effects_of, work_of
 from rush.plan.spec import Spec
@@ -24,6 +25,9 @@ from rush.techniques import Use, registry
 @dataclass(frozen=True)
 class PublishedRun:
     name: str
+    study: str
+    """The group of measurements it is from: a key of `studies` in the file."""
+    model: str
     source: str
     spec: Spec
     target: TargetMachine
@@ -35,10 +39,16 @@ class PublishedRun:
 def read_published() -> list[PublishedRun]:
     text = resources.files("rush.plan").joinpath("published_runs.json").read_text(encoding="utf-8")
     data = json.loads(text)
-    return [_row(row, data["studies"][row["study"]]) for row in data["rows"]]
+    shapes = SIZES | {name: _gpt2_like(dims) for name, dims in data["models"].items()}
+    return [_row(row, data["studies"][row["study"]], shapes[row["model"]]) for row in data["rows"]]
 
 
-def _row(row: dict[str, Any], study: dict[str, Any]) -> PublishedRun:
+def _gpt2_like(dims: dict[str, int]) -> Shape:
+    """MPT: a decoder of GPT-2's kind."""
+    return gpt2_shape(dims["layers"], dims["hidden"], dims["heads"], vocab_size=50_368, context=2048)
+
+
+def _row(row: dict[str, Any], study: dict[str, Any], shape: Shape) -> PublishedRun:
     layout = {**dict.fromkeys(AXES, 1), **row["layout"]}
     names: dict[str, dict[str, Knob]] = {}
     for entry in row["techniques"]:
@@ -50,9 +60,15 @@ def _row(row: dict[str, Any], study: dict[str, Any]) -> PublishedRun:
         for name, knobs in names.items()
     ]
     effects = effects_of(uses, AXES)
-    sizes = {**effects.sizes, "stream": 2, "compute": 2, "gathered": 2, "parameters": 4, "gradients": 4}
+    sizes = {
+        **effects.sizes,
+        "stream": 2,
+        "compute": 2,
+        "gathered": 2,
+        "parameters": 4,
+        "gradients": study.get("reduced_bytes", 4),
+    }
     factors = {**effects.factors, **({"logits.copies": 1.0} if study.get("eager_loss") else {})}
-    shape = SIZES[row["model"]]
     target = target_of(
         study["machine"],
         study["devices_per_node"],
@@ -81,6 +97,6 @@ def _row(row: dict[str, Any], study: dict[str, Any]) -> PublishedRun:
         work=work_of(uses),
     )
     return PublishedRun(
-        row["name"], study["source"], spec, target, row["tokens_per_s"],
+        row["name"], row["study"], row["model"], study["source"], spec, target, row["tokens_per_s"],
         row["memory_gib"] * 2**30 if row.get("memory_gib") else None,
     )  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from rush.data import Batch
 from rush.hardware import probe
 from rush.hardware.launch_rate import OperationCount
+from rush.models import count_parameters
 from rush.plan.adapter_time import adapters_time, dequantize_time
 from rush.plan.attention_time import FORWARD, attention_time
 from rush.plan.calibration import _as_timed, _launching, calibrate, calibration_split
@@ -22,6 +23,7 @@ from rush.plan.effects import attention_kernels
 from rush.plan.efficiencies import DEFAULT
 from rush.plan.measured_cases import MeasuredCase, read_findings
 from rush.plan.optimizer_time import launches
+from rush.plan.planning import plan
 from rush.plan.published_runs import read_published
 from rush.plan.spec import Spec, spec_of, weights_of
 from rush.plan.target import target_of
@@ -203,9 +205,29 @@ def test_the_third_is_a_third_and_does_not_change(cases: list[MeasuredCase]) -> 
 
 def test_published_rows_name_their_sources() -> None:
     rows = read_published()
-    assert len(rows) == 22
-    assert all("torchtitan" in row.source or "arXiv" in row.source for row in rows)
+    assert len(rows) == 58
+    assert all(any(word in row.source for word in ("torchtitan", "arXiv", "llm-foundry")) for row in rows)
     assert all(tokens_per_s(row.spec, time_of(row.spec, row.target)) > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"), [("mpt-1b", 1_315_950_592), ("mpt-3b", 2_651_837_440), ("mpt-7b", 6_658_859_008)]
+)
+def test_shapes_of_published_runs_have_the_published_number_of_parameters(
+    model: str, parameters: int
+) -> None:
+    shape = next(row.spec.shape for row in read_published() if row.model == model)
+    assert count_parameters(shape) == pytest.approx(parameters, rel=2e-3)
+
+
+def test_what_was_published_for_A100s_is_within_the_error_that_a_plan_states() -> None:
+    """These were planned before anything was fitted to an A100, so the stated error of datasheet rates is tested."""
+    rows = [row for row in read_published() if row.target.key.startswith("a100")]
+    assert len(rows) >= 15
+    for row in rows:
+        found = plan(row.spec, row.target, limits=False)
+        ratio = found.tokens_per_s_per_device / row.tokens_per_s
+        assert abs(ratio - 1) < found.expected_error["time"], row.name
 
 
 def test_of_a_recipe_measured_twice_the_finished_record_counts_and_every_view_is_read(
