@@ -24,7 +24,7 @@ def topics() -> Mapping[str, Topic]:
     for module in pkgutil.iter_modules(__path__):
         topic = getattr(import_module(f"{__name__}.{module.name}"), "topic", None)
         if isinstance(topic, Topic):
-            assert topic.name == module.name, f"{module.name}.py defines {topic.name}"
+            assert topic.name == module.name.replace("_", "-"), f"{module.name}.py defines {topic.name}"
             found[topic.name] = topic
     return found
 

@@ -149,8 +149,43 @@ def occupancy(*, padding: float = 1.6, waves: bool = True, workers: int = 4) -> 
             "vocabulary": vocabulary}  # fmt: skip
 
 
+def cpu_gpu(
+    *, kind: str = "cuda", compiler: bool = True, guesses: bool = True, diverges: bool = True
+) -> Data:
+    """A core with a chain of a nanosecond a step, and a GPU that is four times as slow a chain and has many of them."""
+    gpu = kind == "cuda"
+
+    def chains(how: str, number: int, step_s: float) -> Data:
+        return {"how": how, "chains": number, "rounds": 1000, "seconds": took(1000 * step_s)}
+
+    host = [chains("scalar", 2**k, 1e-9) for k in range(4)] + [
+        chains("vector", 8 * 2**k, 1e-9) for k in range(4)
+    ]
+    host.append(chains("all cores", 256, 1e-9))
+    device = [chains("threads", 32 * 4**k, max(4e-9, 4e-9 * 32 * 4**k / 2**17)) for k in range(8)]
+    branches = []
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        for way, order in (("branch", "random"), ("branch", "sorted"), ("select", "random")):
+            wrong = 8e-9 * min(share, 1 - share) if guesses and (way, order) == ("branch", "random") else 0.0
+            branches.append({"way": way, "order": order, "share": share, "seconds": took((0.25e-9 if way == "select" else 1e-9) + wrong)})  # fmt: skip
+    ways = [
+        {"ways": number, "whole_warps": whole, "seconds": took(1e-4 * (1 if whole or not diverges else number))}
+        for whole in (False, True) for number in (1, 2, 4, 8, 16, 32)
+    ]  # fmt: skip
+    operation = [
+        {"where": where, "numbers": 4**k, "seconds": took(call + 4**k / rate)}
+        for where, call, rate in (("cpu", 1e-6, 1e9), ("cuda", 5e-6, 4e11))[: 2 if gpu else 1] for k in range(13)
+    ]  # fmt: skip
+    return {
+        "kind": kind, "cores": 4, "lanes": 8 if compiler else None, "missing": None if compiler else "no C compiler (cc, gcc or clang) is on the PATH",
+        "no_gpu": None if gpu else "torch finds no CUDA device on this machine", "host_chains": host if compiler else [],
+        "device_chains": device if gpu else [], "branches": branches if compiler else [], "ways": ways if gpu else [],
+        "round_trip": took(15e-6) if gpu else None, "operation": operation,
+    }  # fmt: skip
+
+
 EVERY = {
-    "attention": attention, "memory": memory, "fusion": fusion, "batch": batch, "roofline": roofline,
+    "attention": attention, "cpu-gpu": cpu_gpu, "memory": memory, "fusion": fusion, "batch": batch, "roofline": roofline,
     "precision": precision, "occupancy": occupancy,
 }  # fmt: skip
 """A plausible measurement of every topic."""

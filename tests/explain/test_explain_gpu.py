@@ -30,7 +30,7 @@ def data(name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["memory", "fusion", "attention", "roofline", "precision", "batch", "occupancy"]
+    "name", ["memory", "fusion", "attention", "roofline", "precision", "batch", "occupancy", "cpu-gpu"]
 )
 def test_a_quick_measurement_explains_itself(name: str) -> None:
     found = measured(name)
@@ -96,3 +96,15 @@ def test_one_program_more_than_a_wave_was_measured() -> None:
     workers = torch.cuda.get_device_properties(0).multi_processor_count
     assert {workers, workers + 1} <= set(found)
     assert found[2 * workers] > found[workers] * 1.2, found
+
+
+def test_lanes_that_differ_cost_time_and_whole_warps_do_not() -> None:
+    seconds = {(row["ways"], row["whole_warps"]): row["seconds"]["median"] for row in data("cpu-gpu")["ways"]}
+    assert seconds[32, False] > 8 * seconds[1, False], seconds
+    assert seconds[32, True] < 2 * seconds[1, True], seconds
+
+
+def test_a_gpu_needs_many_chains_in_flight() -> None:
+    rows = data("cpu-gpu")["device_chains"]
+    rates = [row["chains"] * row["rounds"] / row["seconds"]["median"] for row in rows]
+    assert max(rates) > 1000 * rates[0], rates

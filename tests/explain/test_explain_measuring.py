@@ -11,6 +11,7 @@ from rush.explain.attention import allocated_peak
 from rush.explain.batch import intensity, ridge
 from rush.explain.clock import stat, timed
 from rush.explain.native import host
+from rush.explain.native.chains import COUNTS, FACTOR, OFFSET, Chains, Way, compile_chains
 from tests.explain import made_up
 
 
@@ -86,6 +87,62 @@ def test_reading_reads_every_byte(walks: host.Walks) -> None:
     found = walks.library.read_all(block.ctypes.data, block.nbytes, 1)
     assert found == total
     assert walks.library.read_all(block.ctypes.data, block.nbytes, 3) == 3 * total % 2**64
+
+
+@pytest.fixture(scope="module")
+def chains() -> Chains:
+    found = compile_chains()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_every_chain_takes_every_step(chains: Chains, count: int) -> None:
+    """Chain k begins at k and is halfway to its limit where arithmetic says, also in each lane of a vector."""
+
+    def after(start: float, rounds: int) -> float:
+        for _ in range(rounds):
+            start = start * FACTOR + OFFSET
+        return start
+
+    wanted = sum(after(k + 10.0, 3) for k in range(count))
+    assert chains.run("scalar", count, 3, 10.0) == pytest.approx(wanted, rel=1e-6)
+    assert chains.run("vector", count, 3, 10.0) == pytest.approx(chains.lanes * wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("way", ["by_branch", "by_select"])
+def test_a_branch_and_a_select_choose_what_the_byte_says(chains: Chains, way: Way) -> None:
+    generator = np.random.default_rng(3)
+    x, out = generator.random(1001, dtype=np.float32), np.full(1001, np.nan, dtype=np.float32)
+    which = (generator.random(1001) < 0.3).astype(np.uint8)
+    chains.choose(way, which, x, out)()
+    one, other = np.polyval([0.3, 0.7, 0.2, 0.1], x), np.polyval([0.5, -0.4, 0.6, -0.9], x)
+    np.testing.assert_allclose(out, np.where(which == 1, one, other), rtol=1e-5, atol=1e-6)
+
+
+def test_chains_on_the_device_take_every_step(device: str) -> None:
+    from rush.explain.native.device import ChainPrograms
+
+    programs = ChainPrograms(2048 + 100, rounds=3, device=device)
+    programs()
+    wanted = torch.arange(1024, dtype=torch.float64) * 1e-4
+    for _ in range(3):
+        wanted = wanted * 0.999 + 0.5
+    assert programs.threads == 2048
+    torch.testing.assert_close(programs.out.double().cpu(), wanted.repeat(2), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("whole_warps", [False, True])
+@pytest.mark.parametrize("ways", [1, 2, 32])
+def test_every_thread_takes_its_way(ways: int, whole_warps: bool) -> None:
+    from rush.explain.native.warps import Ways, expected
+
+    run = Ways(2, rounds=7)
+    run(ways, whole_warps=whole_warps)
+    wanted = expected(ways, 7, whole_warps=whole_warps)
+    torch.testing.assert_close(run.out.double().cpu(), wanted.repeat(2), rtol=1e-5, atol=1e-6)
 
 
 def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

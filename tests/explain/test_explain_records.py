@@ -22,7 +22,7 @@ from rush.report.panel_svg import draw
 from tests.explain import made_up
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-NAMES = ("attention", "batch", "fusion", "memory", "occupancy", "precision", "roofline")
+NAMES = ("attention", "batch", "cpu-gpu", "fusion", "memory", "occupancy", "precision", "roofline")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -78,6 +78,8 @@ def test_the_words_contain_the_numbers_of_the_record() -> None:
     assert units.flops(data("roofline")["matmul_flops"]) in text("roofline")
     assert units.bandwidth(data("roofline")["copy_bytes_per_s"]) in text("roofline")
     assert "256 in bf16" in text("precision")
+    one = data("cpu-gpu")["host_chains"][0]
+    assert units.duration(one["seconds"]["median"] / one["rounds"]) in text("cpu-gpu")
     full = next(r for r in data("occupancy")["tasks"] if r["tasks"] == data("occupancy")["workers"])
     assert units.duration(full["seconds"]["median"]) in text("occupancy")
 

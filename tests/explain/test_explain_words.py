@@ -177,6 +177,44 @@ def test_occupancy_recommends_only_what_was_measured_to_pay() -> None:
     assert "padding costs time" in said("occupancy", made_up.occupancy(padding=0.7))
 
 
+def test_cpu_gpu_compares_one_chain_with_very_many() -> None:
+    text = said("cpu-gpu", made_up.cpu_gpu())
+    assert f"takes {units.duration(1e-9)} a step" in text
+    # 8 scalar chains, 8 vectors of 8, and 256 on all cores, all at the same step.
+    assert "8 chains that need nothing of each other reach ×8.00" in text
+    assert "64 chains in vectors of 8 reach ×64.0, all 4 cores ×256" in text
+    assert "a step takes ×4.00 as long as on the CPU" in text
+    assert f"half of it takes {units.plain_number(2**17)} threads" in text
+    # 1 µs + n / 1e9 against 5 µs + n / 4e11 cross near 4000, between 4^5 and 4^6.
+    assert "from about 2048 numbers on the GPU is quicker" in text
+    assert "Not measured" not in text
+
+
+def test_cpu_gpu_explains_a_branch_by_its_wrong_guesses_only_where_there_are_some() -> None:
+    text = said("cpu-gpu", made_up.cpu_gpu())
+    assert f"which costs {units.duration(8e-9)} each time" in text
+    assert "twice the arithmetic and ×20.0" in text
+    none = said("cpu-gpu", made_up.cpu_gpu(guesses=False))
+    assert "guess" not in none.replace("nothing is guessed", "")
+    assert "the order makes little difference" in none
+
+
+def test_cpu_gpu_reports_divergence_only_where_lanes_pay_for_it() -> None:
+    assert "needs ×32.0" in said("cpu-gpu", made_up.cpu_gpu())
+    assert "Whole warps on as many ways cost nothing" in said("cpu-gpu", made_up.cpu_gpu())
+    assert "no divergence shows here" in said("cpu-gpu", made_up.cpu_gpu(diverges=False))
+
+
+def test_cpu_gpu_reports_what_this_machine_cannot_measure() -> None:
+    text = said("cpu-gpu", made_up.cpu_gpu(kind="cpu"))
+    assert "Not measured, because torch finds no CUDA device" in text
+    assert "On the GPU" not in text
+    assert "one warp" not in text
+    bare = said("cpu-gpu", made_up.cpu_gpu(kind="cpu", compiler=False))
+    assert "were not measured: no C compiler" in bare
+    assert find("cpu-gpu").picture(made_up.cpu_gpu(kind="cpu", compiler=False))
+
+
 @pytest.mark.parametrize("name", sorted(made_up.EVERY))
 def test_with_other_timings_every_topic_writes_other_sentences(name: str) -> None:
     slower = _scaled(made_up.EVERY[name](), 3.7)

@@ -180,6 +180,14 @@ def walks() -> None:
     Tasks(8, rounds=64, device="cpu")(8)
 
 
+def ways() -> None:
+    from rush.explain.native.warps import Ways
+
+    run = Ways(2, 10, "cpu")
+    run(32, whole_warps=False)
+    run(32, whole_warps=True)
+
+
 STREAMING: dict[str, Callable[[], None]] = {
     "rmsnorm bf16": partial(rms, BF16),
     "rmsnorm fp32": partial(rms, FP32),
@@ -199,6 +207,7 @@ STREAMING: dict[str, Callable[[], None]] = {
     "fp8_mlp bf16": eight_bit_mlp,
     "linear_cross_entropy fp8": eight_bit_head,
     "walks of explain": walks,
+    "ways of explain": ways,
     "cross_entropy bf16": partial(loss, BF16, 128256),
     "cross_entropy fp32": partial(loss, FP32, 50304),
     "cross_entropy_ bf16": partial(loss_over_logits, BF16, 128256),

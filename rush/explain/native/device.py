@@ -94,3 +94,17 @@ class Tasks:
     def __call__(self, number: int) -> None:
         grid: Any = (number,)
         busy_kernel[grid](self.out, self.rounds, BLOCK=1024, num_warps=32)
+
+
+class ChainPrograms:
+    """Independent chains of multiply-adds, one a thread: a warp, then a whole program, then many of them."""
+
+    def __init__(self, threads: int, rounds: int, device: str = "cuda") -> None:
+        self.block = min(1024, threads)
+        self.programs = max(1, threads // self.block)
+        self.threads, self.rounds = self.programs * self.block, rounds
+        self.out = torch.empty(self.threads, dtype=torch.float32, device=device)
+
+    def __call__(self) -> None:
+        grid: Any = (self.programs,)
+        busy_kernel[grid](self.out, self.rounds, BLOCK=self.block, num_warps=self.block // 32)

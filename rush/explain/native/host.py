@@ -1,4 +1,4 @@
-"""The two walks of `memory.c`, compiled with the system's C compiler and called from Python."""
+"""The sources in C beside this file, compiled with the system's C compiler and called from Python."""
 
 from __future__ import annotations
 
@@ -41,28 +41,33 @@ class Walks:
 
 def compile_walks() -> Walks | str:
     """The compiled walks, or the reason why there are none."""
+    library = compile_c("memory.c")
+    if isinstance(library, str):
+        return library
+    library.chase.restype = ctypes.c_void_p
+    library.chase.argtypes = (ctypes.c_void_p, ctypes.c_long)
+    library.read_all.restype = ctypes.c_uint64
+    library.read_all.argtypes = (ctypes.c_void_p, ctypes.c_long, ctypes.c_long)
+    return Walks(library)
+
+
+def compile_c(name: str) -> ctypes.CDLL | str:
+    """A source of this folder as a library, or the reason why it cannot be one here."""
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         return "no C compiler (cc, gcc or clang) is on the PATH"
-    source = resources.files("rush.explain.native").joinpath("memory.c").read_text(encoding="utf-8")
+    source = resources.files("rush.explain.native").joinpath(name).read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="rush-explain-") as folder:
-        code, built = Path(folder) / "memory.c", Path(folder) / "memory.so"
+        code, built = Path(folder) / name, Path(folder) / "built.so"
         code.write_text(source, encoding="utf-8")
         description = ""
         for flags in FLAGS:
             words = [compiler, "-O3", *flags, "-shared", "-fPIC", "-o", str(built), str(code)]
             done = subprocess.run(words, capture_output=True, text=True, check=False)
             if done.returncode == 0:
-                break
-            description = (done.stderr.strip().splitlines() or ["it description nothing"])[0]
-        else:
-            return f"{Path(compiler).name} could not compile the walks: {description[:200]}"
-        library = ctypes.CDLL(str(built))
-    library.chase.restype = ctypes.c_void_p
-    library.chase.argtypes = (ctypes.c_void_p, ctypes.c_long)
-    library.read_all.restype = ctypes.c_uint64
-    library.read_all.argtypes = (ctypes.c_void_p, ctypes.c_long, ctypes.c_long)
-    return Walks(library)
+                return ctypes.CDLL(str(built))
+            description = (done.stderr.strip().splitlines() or ["it gave no reason"])[0]
+    return f"{Path(compiler).name} could not compile {name}: {description[:200]}"
 
 
 def block(size_bytes: int, seed: int = 0) -> Bytes:
