@@ -13,7 +13,7 @@ from rich.text import Text
 
 from rush.explain.topic import TopicTable
 from rush.report.panel_svg import bar_label, bar_scale, short
-from rush.report.panels import Bars, Curves, Panel, tick_values
+from rush.report.panels import Bar, Bars, Curves, Panel, Stacks, tick_values
 
 SIGNS = "●■▲◆○▬"
 COLORS = ("blue", "red", "green", "magenta", "yellow", "white")
@@ -111,7 +111,10 @@ def _between(first: tuple[int, int], second: tuple[int, int]) -> list[tuple[int,
     ]
 
 
-def bars(panel: Bars, width: int) -> Text:
+def bars(panel: Bars | Stacks, width: int) -> Text:
+    if isinstance(panel, Stacks):  # with characters a row is as long as its parts together
+        rows = [Bar(row.name, row.total, color=row.parts[0].color, note=row.note) for row in panel.rows]
+        panel = Bars(panel.title, panel.unit, rows)
     margin = min(34, max(len(row.name) for row in panel.rows))
     room = max(12, width - margin - 3 - max(len(bar_label(row, panel.unit)) for row in panel.rows))
     scale = bar_scale(panel, 0, room)

@@ -25,7 +25,7 @@ Row = tuple[str, float, list[float]]
 
 
 def main(words: list[str]) -> None:
-    """Run one rank. Arguments: folder, rank, number of ranks, backend, budget in seconds."""
+    """Run one rank. Arguments: folder, rank, number of ranks, backend, budget in seconds, perhaps `spectrum`."""
     folder, rank, ranks, backend, budget_s = (
         Path(words[0]), int(words[1]), int(words[2]), words[3], float(words[4])
     )  # fmt: skip
@@ -41,12 +41,15 @@ def main(words: list[str]) -> None:
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        verify(rank, ranks, device)
-        case_s = budget_s / (2 * len(SIZES[backend]))
-        results = {
-            "all_reduce": measure(reduce_case, SIZES[backend], rank, ranks, device, case_s),
-            "all_gather": measure(gather_case, SIZES[backend], rank, ranks, device, case_s),
-        }
+        if words[5:] == ["spectrum"]:
+            results = spectrum(rank, ranks, device, backend, budget_s)
+        else:
+            verify(rank, ranks, device)
+            case_s = budget_s / (2 * len(SIZES[backend]))
+            results = {
+                "all_reduce": measure(reduce_case, SIZES[backend], rank, ranks, device, case_s),
+                "all_gather": measure(gather_case, SIZES[backend], rank, ranks, device, case_s),
+            }
     finally:
         dist.destroy_process_group()
     if rank == 0:

@@ -32,8 +32,13 @@ main(sys.argv[1:])
 """
 
 
-def measure_collectives(machine: Machine, ranks: int, *, budget_s: float = 4.0) -> tuple[Collective, ...]:
-    """Time collectives between `ranks` new processes, in about `budget_s` after their start."""
+def measure_collectives(
+    machine: Machine, ranks: int, *, budget_s: float = 4.0, spectrum: bool = False
+) -> tuple[Collective, ...]:
+    """Time collectives between `ranks` new processes, in about `budget_s` after their start.
+
+    `spectrum`: all that layouts use, from messages bound by latency to those bound by bandwidth.
+    """
     check_ranks(machine, ranks)
     backend = "nccl" if machine.device == "cuda" else "gloo"
     with tempfile.TemporaryDirectory(prefix="rush-collectives-") as name:
@@ -42,7 +47,7 @@ def measure_collectives(machine: Machine, ranks: int, *, budget_s: float = 4.0) 
         try:
             for rank in range(ranks):
                 processes.append(  # noqa: PERF401 (those started before one fails must be in the list)
-                    _start(folder, rank, ranks, backend, budget_s, machine)
+                    _start(folder, rank, ranks, backend, budget_s, machine, spectrum)
                 )
             _wait(processes, folder, time.monotonic() + START_LIMIT_S + 4 * budget_s)
         finally:
@@ -78,7 +83,7 @@ def check_ranks(machine: Machine, ranks: int) -> None:
 
 
 def _start(
-    folder: Path, rank: int, ranks: int, backend: str, budget_s: float, machine: Machine
+    folder: Path, rank: int, ranks: int, backend: str, budget_s: float, machine: Machine, spectrum: bool
 ) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, machine.cpu.num_threads // ranks))}
     if backend == "gloo":
@@ -87,7 +92,15 @@ def _start(
     command = [sys.executable, "-P", "-c", _CHILD, json.dumps(sys.path)]
     with open(folder / f"rank-{rank}.log", "wb") as log:
         return subprocess.Popen(
-            [*command, str(folder), str(rank), str(ranks), backend, str(budget_s)],
+            [
+                *command,
+                str(folder),
+                str(rank),
+                str(ranks),
+                backend,
+                str(budget_s),
+                *(["spectrum"] if spectrum else []),
+            ],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=log,

@@ -184,8 +184,31 @@ def cpu_gpu(
     }  # fmt: skip
 
 
+def links(*, kind: str = "cpu", gpus: int = 0, latency_s: float = 100e-6, bytes_per_s: float = 1e9) -> Data:
+    """Every message a latency and its bytes at one rate; the catalog's own links."""
+    from rush.explain.link_speeds import catalog
+
+    sizes = [2**k for k in range(10, 25, 2)]
+    operations = ("all_reduce", "all_gather", "reduce_scatter", "send")
+    rows = [
+        {"operation": name, "bytes": size, "seconds": took(latency_s + size / bytes_per_s)}
+        for name in operations for size in sizes
+    ]  # fmt: skip
+    rates = {"within host memory": 8e9}
+    if kind == "cuda":
+        rates |= {"host to device, page-locked": 50e9, "device to host, page-locked": 50e9, "host to device, ordinary": 10e9,
+                  "device to host, ordinary": 5e9, "within device memory": 2e12}  # fmt: skip
+    copies = [
+        {"name": name, "rows": [{"bytes": size, "seconds": took(2e-6 + size / rate)} for size in sizes]}
+        for name, rate in rates.items()
+    ]
+    backend, ranks = ("nccl", gpus) if gpus > 1 else ("gloo", 2)
+    found = {"backend": backend, "ranks": ranks, "gpus": gpus, "rows": rows}
+    return {"kind": kind, "copies": copies, "collectives": found, **catalog()}
+
+
 EVERY = {
     "attention": attention, "cpu-gpu": cpu_gpu, "memory": memory, "fusion": fusion, "batch": batch, "roofline": roofline,
-    "precision": precision, "occupancy": occupancy,
+    "precision": precision, "links": links, "occupancy": occupancy,
 }  # fmt: skip
 """A plausible measurement of every topic."""

@@ -22,6 +22,7 @@ RECORDS = {
     **{name: made_up.record(name, make()) for name, make in made_up.EVERY.items()},
     "attention-oom": made_up.record("attention", made_up.attention(oom=True), device="cuda"),
     "cpu-gpu-none": made_up.record("cpu-gpu", made_up.cpu_gpu(kind="cpu", compiler=False)),
+    "links-gpus": made_up.record("links", made_up.links(kind="cuda", gpus=4), device="cuda"),
     "memory-gpu": made_up.record("memory", made_up.memory(kind="cuda"), device="cuda"),
     "fusion-none": made_up.record("fusion", made_up.fusion(compiled=False), load=2.0),
     "precision-none": made_up.record("precision", made_up.precision(half_gain=None)),

@@ -30,7 +30,8 @@ def data(name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["memory", "fusion", "attention", "roofline", "precision", "batch", "occupancy", "cpu-gpu"]
+    "name",
+    ["memory", "fusion", "attention", "roofline", "precision", "batch", "occupancy", "cpu-gpu", "links"],
 )
 def test_a_quick_measurement_explains_itself(name: str) -> None:
     found = measured(name)

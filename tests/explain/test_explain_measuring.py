@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from rush.explain import fusion, memory, precision
+from rush.explain import ExplainSettings, fusion, link_speeds, memory, precision
 from rush.explain.attention import allocated_peak
 from rush.explain.batch import intensity, ridge
 from rush.explain.clock import stat, timed
+from rush.explain.link_speeds import fit
 from rush.explain.native import host
 from rush.explain.native.chains import COUNTS, FACTOR, OFFSET, Chains, Way, compile_chains
+from rush.hardware import probe
 from tests.explain import made_up
 
 
@@ -143,6 +147,43 @@ def test_every_thread_takes_its_way(ways: int, whole_warps: bool) -> None:
     run(ways, whole_warps=whole_warps)
     wanted = expected(ways, 7, whole_warps=whole_warps)
     torch.testing.assert_close(run.out.double().cpu(), wanted.repeat(2), rtol=1e-5, atol=1e-6)
+
+
+def test_the_fit_finds_the_line_and_how_far_off_it_is() -> None:
+    sizes = [2.0**k for k in range(8, 26, 3)]
+    exact = fit([(size, 5e-6 + size / 3e9) for size in sizes])
+    assert (exact.latency_s, exact.bytes_per_s) == (pytest.approx(5e-6), pytest.approx(3e9))
+    assert exact.worst < 1e-9
+    assert exact.half_bytes == pytest.approx(15_000)
+    off = [1.1, 0.9, 1.1, 0.9, 1.1, 0.9]
+    bent = fit([(size, (5e-6 + size / 3e9) * factor) for size, factor in zip(sizes, off, strict=True)])
+    assert bent.worst == pytest.approx(0.1, abs=0.05)
+    assert bent.bytes_per_s == pytest.approx(3e9, rel=0.15)
+
+
+def test_a_fit_is_never_negative() -> None:
+    rising = fit([(1e3, 1e-6), (1e6, 2e-3), (1e9, 3.0)])  # larger messages are slower by byte: no latency
+    assert rising.latency_s == 0.0
+    assert rising.bytes_per_s > 0
+    falling = fit([(1e3, 3e-3), (1e6, 2e-3), (1e9, 1e-3)])
+    assert falling.latency_s > 0
+    assert falling.bytes_per_s > 0
+
+
+def test_copies_copy_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timed calls themselves, held by the stopwatch's place."""
+    copied = []
+
+    def call_once(work: Any, device: str, **how: Any) -> dict[str, Any]:
+        work()
+        target, source = work.args
+        copied.append((len(target), np.array_equal(target, source)))
+        return stat([1.0])
+
+    monkeypatch.setattr(link_speeds, "timed", call_once)
+    rows = link_speeds._copies(ExplainSettings(probe("cpu"), "cpu", quick=True))[0]["rows"]
+    assert copied == [(row["bytes"], True) for row in rows]
+    assert [row["bytes"] for row in rows] == [2**12, 2**16, 2**20, 2**24]
 
 
 def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,9 @@ from rush.report.panel_svg import draw
 from tests.explain import made_up
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-NAMES = ("attention", "batch", "cpu-gpu", "fusion", "memory", "occupancy", "precision", "roofline")
+NAMES = ("attention", "batch", "cpu-gpu", "fusion", "links", "memory", "occupancy", "precision", "roofline")
+MEASURED = [pytest.param(name, marks=pytest.mark.slow) if name == "links" else name for name in NAMES]
+"""`links` starts two processes, each of which imports torch."""
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -45,7 +47,7 @@ def test_the_registry_finds_every_topic_and_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MEASURED)
 def test_a_quick_measurement_explains_itself(name: str) -> None:
     found = explain(measured(name))
     assert 3 <= len(found.words) <= 6, found.words
@@ -124,7 +126,7 @@ def test_fusion_compiles_or_reports_why_not_and_computes_the_chain() -> None:
     assert bool(fused) != bool(data["missing"])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MEASURED)
 def test_a_record_goes_through_its_file_unchanged_and_draws_the_same_bytes(name: str, tmp_path: Path) -> None:
     found = explain(measured(name))
     paths = write(found, tmp_path / "new" / "folder")

@@ -215,6 +215,41 @@ def test_cpu_gpu_reports_what_this_machine_cannot_measure() -> None:
     assert find("cpu-gpu").picture(made_up.cpu_gpu(kind="cpu", compiler=False))
 
 
+def test_links_finds_latency_and_bandwidth_and_extrapolates_by_them() -> None:
+    text = said("links", made_up.links())
+    assert "between 2 processes of this CPU (gloo over loopback)" in text
+    assert f"that is {units.duration(100e-6)} and {units.bandwidth(1e9)}" in text
+    assert f"below {units.size(100_000)} most of the time is latency" in text
+    # GPT-2 has 124,439,808 parameters of 4 bytes.
+    assert f"{units.duration(4 * 124_439_808 / 1e9)} for GPT-2 124M" in text
+    assert "Copies between host and device were not measured" in text
+    assert "No latency shows" in said("links", made_up.links(latency_s=0.0))
+
+
+def test_links_keeps_the_catalog_apart_from_what_was_measured() -> None:
+    data = made_up.links()
+    (catalog,) = [sentence for sentence in find("links").words(data) if "450" in sentence]
+    assert catalog.startswith("By the catalog, not measured here")
+    sources = {row[3] for row in find("links").table(data).rows if "NVLink" in row[0] or "Ethernet" in row[0]}
+    assert "measured" not in sources
+    assert all("not measured here" in panel.title for panel in find("links").picture(data)[2:])
+
+
+def test_links_hides_an_all_reduce_behind_enough_tokens() -> None:
+    # 2 · 7/8 · 4 bytes a parameter at 300 GB/s, 4 FLOPs a token and parameter at what an A100 reaches.
+    data = made_up.links()
+    tokens = 7 / 300e9 * data["backward"]["flops_per_s"] / 4
+    assert tokens == pytest.approx(1420, rel=0.01)
+    assert "1400 over NVLink 3" in said("links", data)
+
+
+def test_links_on_gpus_reports_page_locked_memory_and_nccl() -> None:
+    text = said("links", made_up.links(kind="cuda", gpus=4))
+    assert "between 4 GPUs (NCCL)" in text
+    assert f"from host to device {units.bandwidth(50e9)} (×5.00 as fast from page-locked" in text
+    assert "not measured: this is a CPU" not in text
+
+
 @pytest.mark.parametrize("name", sorted(made_up.EVERY))
 def test_with_other_timings_every_topic_writes_other_sentences(name: str) -> None:
     slower = _scaled(made_up.EVERY[name](), 3.7)
