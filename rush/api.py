@@ -26,9 +26,11 @@ from rush.records.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from rush.lab.ladder.climb import Watch as LadderWatch
+    from rush.lab.race.racing import Watch as RaceWatch
     from rush.models import Decoder
     from rush.plan.foreign import ForeignPlan
     from rush.records.ladder import LadderRecord
+    from rush.records.race import RaceRecord
     from rush.records.start import StartRecord
     from rush.records.tune import TuneRecord
     from rush.training.session import Summary
@@ -117,6 +119,27 @@ class TunedRecipe:
         from rush.report.notebook import tune_html
 
         return tune_html(self.record)
+
+
+@dataclass(frozen=True)
+class RaceResult:
+    """A race: its record, and the folder with `race.json`, `report.html`, the recipes and a run for each of them and each seed."""
+
+    record: RaceRecord
+    folder: Path
+
+    @property
+    def winner(self) -> Recipe | None:
+        """The recipe that reached the same loss soonest beyond noise; None where that cannot be told."""
+        from rush.report.race_words import winner_of
+
+        letter = winner_of(self.record)
+        return None if letter is None else load_recipe(str(self.folder / "recipes" / f"{letter}.toml"))
+
+    def _repr_html_(self) -> str:
+        from rush.report.race import race_html
+
+        return race_html(self.record)
 
 
 @dataclass(frozen=True)
@@ -419,6 +442,52 @@ def tune_recipe(
         )
     write_tune_report(folder / "tune.json", folder / "report.html")
     return TunedRecipe(record, folder)
+
+
+def race(
+    *recipes: Recipe | str,
+    tokens: int | None = None,
+    loss: float | None = None,
+    budget: float | str | None = None,
+    seeds: int = 1,
+    legs: int = 4,
+    points: int = 20,
+    techniques: Sequence[str | Path] = (),
+    out: str | Path | None = None,
+    watch: RaceWatch | None = None,
+    note: Note = _quiet,
+) -> RaceResult:
+    """Train recipes side by side from the same seeds on the same data, or resume the race in `out`: which one reaches the same loss
+    sooner? A recipe may have its overrides behind it: `race("tiny", "tiny techniques+=compile")`.
+    """
+    from rush.lab.race.contenders import read_contenders
+    from rush.lab.race.race_plan import plan_race, race_name
+    from rush.lab.race.racing import race as run_race
+    from rush.tune.budget import seconds
+
+    budget_s = None if budget is None else seconds(budget)
+    contenders = read_contenders(recipes)
+    folder = Path(out) if out is not None else Path("runs") / f"race-{race_name(contenders)}"
+    with _own(techniques) as files:
+        plan = plan_race(
+            contenders,
+            tokens=tokens,
+            seeds=seeds,
+            loss=loss,
+            budget_s=budget_s,
+            points=points,
+            legs=legs,
+            techniques=[str(file) for file in files],
+        )
+        try:
+            record = run_race(plan, folder, watch=watch or (lambda progress: None), note=note)
+        except (KeyboardInterrupt, RushError):
+            if (folder / "race.json").is_file():  # what is measured so far, and the page says so
+                with suppress(RushError):
+                    write_report(folder)
+            raise
+    write_report(folder)
+    return RaceResult(record, folder)
 
 
 def generate(

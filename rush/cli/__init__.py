@@ -31,6 +31,7 @@ from rush.cli import (
     plan,
     probe,
     push,
+    race,
     recipes,
     report,
     scale,
@@ -65,6 +66,7 @@ app.command("start")(start.start)
 app.command("ladder")(ladder.ladder)
 app.command("compare")(compare.compare)
 app.command("report")(report.report)
+app.command("race")(race.race)
 app.command("scale")(scale.scale)
 app.command("plan")(plan.plan)
 app.command("tune")(tune.tune)

@@ -23,6 +23,7 @@ KINDS = {
     "ladder": "ladder.json",
     "tune": "tune.json",
     "scale": "scale.json",
+    "race": "race.json",
     "kernels": "kernels.json",
     "models": "models.json",
     "explain": "explain.json",

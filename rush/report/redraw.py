@@ -12,6 +12,7 @@ from rush.files import write_atomic
 from rush.records.kernels import KERNELS
 from rush.records.ladder import LADDER
 from rush.records.models import MODELS
+from rush.records.race import RACE
 from rush.records.run_status import KINDS, kind_of
 from rush.records.scaling import SCALE
 from rush.records.tune import TUNE
@@ -20,6 +21,7 @@ from rush.report.kernels import kernel_page
 from rush.report.ladder import read_ladder
 from rush.report.models import model_page
 from rush.report.page import report_page
+from rush.report.race import race_page
 from rush.report.run_page import Complete, run_page
 from rush.report.run_view import read_run
 from rush.report.scaling import scale_page
@@ -29,6 +31,7 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "ladder": lambda folder: report_page(read_ladder(folder)),
     "tune": lambda folder: tune_page(TUNE.read(folder)),
     "scale": lambda folder: scale_page(SCALE.read(folder)),
+    "race": lambda folder: race_page(RACE.read(folder)),
     "kernels": lambda folder: kernel_page(KERNELS.read(folder)),
     "models": lambda folder: model_page(MODELS.read(folder)),
 }
@@ -36,6 +39,7 @@ RECORDS: dict[str, RecordFile[Any]] = {
     "ladder": LADDER,
     "tune": TUNE,
     "scale": SCALE,
+    "race": RACE,
     "kernels": KERNELS,
     "models": MODELS,
 }
@@ -47,13 +51,13 @@ def known_kind(folder: Path) -> str:
         os.stat(folder)
     except OSError as error:
         raise DataError(
-            f"{folder} cannot be read ({error.strerror}); give a folder that rush train, ladder, tune, scale, bench or explain wrote."
+            f"{folder} cannot be read ({error.strerror}); give a folder that rush train, ladder, tune, scale, race, bench or explain wrote."
         ) from None
     kind = kind_of(folder)
     if kind is None:
         raise DataError(
             f"{folder} holds no record; a folder of a run has metrics.jsonl, others have one of {', '.join(KINDS.values())}. "
-            "Give a folder that rush train, ladder, tune, scale, bench or explain wrote."
+            "Give a folder that rush train, ladder, tune, scale, race, bench or explain wrote."
         )
     return kind
 

@@ -320,7 +320,7 @@ class _One:
 
     def _train(self, folder: RunFolder, *more: str, kill_when: Callable[[], bool] | None = None) -> list[int]:
         words = ["train", str(self.lives.folder / "recipe.toml"), "--out", str(folder.path), *more]
-        return self._start([*words, *self.lives.options], _ranks(self.recipe.world), "", kill_when)
+        return self._start([*words, *self.lives.options], rank_environments(self.recipe.world), "", kill_when)
 
     def _rush(self, *words: str, stdin: str = "") -> str:
         """The standard output of a command of one process, which must succeed."""
@@ -376,7 +376,7 @@ class _One:
         return ["--device", self.recipe.run.device]
 
 
-def _ranks(world: int) -> list[dict[str, str]]:
+def rank_environments(world: int) -> list[dict[str, str]]:
     """The environment of each rank, as a launcher sets it."""
     if world == 1:
         return [{}]
