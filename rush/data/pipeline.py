@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -59,7 +60,7 @@ def prepare_pipeline(
                 runner.run()
             _finish(workspace)
     if merger is not None:
-        merger.run()  # submits the array and, depending on it, the merge, which takes the lock
+        submit(merger)  # the array and, depending on it, the merge, which takes the lock
     else:
         verify_shards(folder)
     return folder
@@ -156,6 +157,17 @@ def check_executor(executor: str, options: Mapping[str, Any]) -> None:
     _check_options(executor, options)
     if executor == "slurm" and shutil.which("sbatch") is None:
         raise MachineError("There is no sbatch here: submit from a node of a Slurm cluster.")
+
+
+def submit(executor: Any, said: str = "above") -> None:
+    """Submit a job and all it depends on. What sbatch says goes to standard error as it says it: `said` names the place."""
+    try:
+        executor.run()
+    except subprocess.CalledProcessError as error:
+        raise MachineError(
+            f"Slurm did not take the job {executor.job_name}: sbatch ended with exit code {error.returncode}; "
+            f"its reason is {said}. Check the options, and that Slurm answers (sinfo)."
+        ) from error
 
 
 def _check_options(

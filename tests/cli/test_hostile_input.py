@@ -144,11 +144,11 @@ def test_hostile_input_ends_in_one_sentence(
     assert os.listdir(here / "mine") == ["notes.txt"]
 
 
-def test_a_memory_limit_of_one_byte_ends_in_one_sentence(tmp_path: Path) -> None:
+def test_a_memory_limit_of_a_megabyte_ends_in_one_sentence(tmp_path: Path) -> None:
     """In a process of its own: one that has run other tests may find all the memory it needs among what it freed."""
     path = tmp_path / "small.toml"
     path.write_text(small_recipe(write_corpus(tmp_path / "text")))
-    words = ["run.memory_limit_gb=1e-9", "schedule.steps=1", "schedule.warmup=0", "--out", tmp_path / "run"]
+    words = ["run.memory_limit_gb=0.001", "schedule.steps=1", "schedule.warmup=0", "--out", tmp_path / "run"]
     done = rush("train", path, *words, cache=tmp_path / "cache")
     assert done.returncode == 4, done.stderr
     assert "out of memory" in done.stderr

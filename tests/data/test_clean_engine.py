@@ -305,7 +305,8 @@ def test_slurm_gets_a_chain_of_jobs_that_gives_the_same_bytes(
     source = tmp_path / "rows.jsonl"
     lines = [json.dumps({"text": f"row {number % 700} {'x' * 20}"}) for number in range(800)]
     source.write_text("\n".join([*lines, '{"text": "short"}']))
-    with pytest.raises(MachineError, match="no sbatch"):
+    with monkeypatch.context() as elsewhere, pytest.raises(MachineError, match="no sbatch"):
+        elsewhere.setenv("PATH", str(tmp_path))
         clean(stages, [str(source)], tmp_path / "out.jsonl", executor="slurm", options=SLURM)
     commands = tmp_path / "bin"
     commands.mkdir()

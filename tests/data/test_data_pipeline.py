@@ -163,8 +163,22 @@ def test_the_slurm_jobs_run_as_submitted(
     assert contents(folder) == contents(prepared)
 
 
-def test_without_slurm_the_slurm_executor_is_refused(preparation: Preparation, tmp_path: Path) -> None:
+def test_without_slurm_the_slurm_executor_is_refused(
+    preparation: Preparation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MachineError, match="no sbatch"):
+        prepare_pipeline(preparation, tmp_path, executor="slurm", options=SLURM)
+
+
+def test_a_job_that_slurm_does_not_take_is_one_sentence(
+    preparation: Preparation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/bash\necho 'invalid partition' >&2\nexit 3\n")
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    with pytest.raises(MachineError, match="did not take the job .*exit code 3.*sinfo"):
         prepare_pipeline(preparation, tmp_path, executor="slurm", options=SLURM)
 
 

@@ -30,7 +30,7 @@ from rush.data.clean.report import REPORT
 from rush.data.clean.row_files import Inputs, find_inputs
 from rush.data.clean.stages import CleaningPipeline, Language, Tokens
 from rush.data.clean.workers import detecting_dead_workers
-from rush.data.pipeline import check_executor, engine_running, make_executor
+from rush.data.pipeline import check_executor, engine_running, make_executor, submit
 from rush.data.published_tokenizers import find_tokenizer
 from rush.data.storage import folder_lock
 from rush.data.worker_pool import check_workers
@@ -91,7 +91,7 @@ def clean(
             runners = _executors(steps, layout, executor, workers, options or {})
             if executor == "slurm":
                 with quiet(layout.folder / "log.txt"):
-                    runners[-1].run()  # submits itself and all it depends on
+                    submit(runners[-1], f"in {layout.folder / 'log.txt'}")
                 return None
             _run(steps, runners, executor, layout, progress)
             report = _read_report(target)
