@@ -305,8 +305,9 @@ def test_slurm_gets_a_chain_of_jobs_that_gives_the_same_bytes(
     source = tmp_path / "rows.jsonl"
     lines = [json.dumps({"text": f"row {number % 700} {'x' * 20}"}) for number in range(800)]
     source.write_text("\n".join([*lines, '{"text": "short"}']))
-    with monkeypatch.context() as elsewhere, pytest.raises(MachineError, match="no sbatch"):
-        elsewhere.setenv("PATH", str(tmp_path))
+    before = os.environ["PATH"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MachineError, match="no sbatch"):
         clean(stages, [str(source)], tmp_path / "out.jsonl", executor="slurm", options=SLURM)
     commands = tmp_path / "bin"
     commands.mkdir()
@@ -325,7 +326,7 @@ def test_slurm_gets_a_chain_of_jobs_that_gives_the_same_bytes(
     (commands / "scontrol").write_text("#!/bin/bash\necho here\n")
     for command in commands.iterdir():
         command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{commands}:{Path(sys.executable).parent}:{before}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with pytest.raises(RecipeError, match=r"needs the option\(s\) time"):
         clean(stages, [str(source)], tmp_path / "a.jsonl", executor="slurm", options={"partition": "cpu"})

@@ -178,7 +178,7 @@ def test_a_job_that_slurm_does_not_take_is_one_sentence(
     (tmp_path / "bin" / "sbatch").write_text("#!/bin/bash\necho 'invalid partition' >&2\nexit 3\n")
     (tmp_path / "bin" / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    with pytest.raises(MachineError, match="did not take the job .*exit code 3.*sinfo"):
+    with pytest.raises(MachineError, match=r"did not take the job .*exit code 3.*sinfo"):
         prepare_pipeline(preparation, tmp_path, executor="slurm", options=SLURM)
 
 
