@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rush.models import Decoder
     from rush.plan.foreign import ForeignPlan
     from rush.records.ladder import LadderRecord
+    from rush.records.plan_chart import PlanChartRecord
     from rush.records.race import RaceRecord
     from rush.records.start import StartRecord
     from rush.records.tune import TuneRecord
@@ -355,6 +356,33 @@ def plan_recipe(
         chosen = with_chosen_micro(chosen, target)
         found = plan(spec_of(chosen, target.kind), target, problems=unmet(chosen, target))
     return PlannedRecipe(**{one.name: getattr(found, one.name) for one in fields(found)})
+
+
+def plan_chart(
+    chart: str,
+    recipe: str | None = None,
+    *overrides: str,
+    machine: str | None = None,
+    against: str | None = None,
+    devices: int | None = None,
+    nodes: int | None = None,
+    link: str | None = None,
+    network: str | None = None,
+    out: str | Path | None = None,
+) -> PlanChartRecord:
+    """Plans over devices, links, cards, nodes, layouts or batches, with the stated error and what others published.
+
+    Returns the record; with `out` it is written into that folder, with a page and a picture.
+    """
+    from rush.plan.charts import ChartOptions
+    from rush.plan.charts import chart as make_chart
+    from rush.report.plan_chart import write_chart
+
+    options = ChartOptions(recipe, overrides, machine, against, devices, nodes, link, network)
+    record = make_chart(chart, options)
+    if out is not None:
+        write_chart(record, Path(out))
+    return record
 
 
 def plan_config(

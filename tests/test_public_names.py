@@ -17,6 +17,7 @@ EXPECTED = {
     "TrainingRun",
     "TunedRecipe",
     "generate",
+    "plan_chart",
     "plan_config",
     "plan_recipe",
     "run_ladder",

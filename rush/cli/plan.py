@@ -11,6 +11,7 @@ import typer
 
 from rush.cli.options import ExtraTechniques, Json, OptionalRecipe, Overrides
 from rush.cli.output import next_step, print_json, print_table, say
+from rush.cli.plan_chart import complete_chart, draw
 from rush.cli.plan_view import show_plan
 from rush.errors import RecipeError
 
@@ -72,7 +73,9 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="Also write the plan as an HTML page.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="With --search: write the fastest plan as a recipe to this .toml file."),
+        typer.Option(
+            help="With --search: write the fastest plan as a recipe to this .toml file. With --chart: the folder."
+        ),
     ] = None,
     config: Annotated[
         str | None,
@@ -81,6 +84,18 @@ def plan(
             help="Plan the model of a Hugging Face config.json (a file, a folder or an id on the hub) in place of the recipe's, also "
             "one that rush cannot train.",
         ),
+    ] = None,
+    chart: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="Draw plans over devices, links, cards, nodes, layouts or batches: speedup, memory, zero, links, cards, nodes, layouts, "
+            "batch, or all; with the stated error, and beside what others published. --out: the folder. Default: runs/plan-KIND.",
+            autocompletion=complete_chart,
+        ),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="With --chart cards: the second accelerator. Default: a800-80-sxm.")
     ] = None,
     technique: ExtraTechniques = None,
     json: Json = False,
@@ -100,16 +115,42 @@ def plan(
 
       rush plan --config deepseek-ai/DeepSeek-V3 layout.fsdp=64 --machine h100-sxm --devices 8 --nodes 8
 
+      rush plan --chart speedup
+
+      rush plan --chart cards llama-3.2-1b --machine a100-80-sxm --against a800-80-sxm --devices 8
+
       rush plan --check
     """
+    if chart is not None:
+        refused = {
+            "--search": search, "--check": check, "--tokens": tokens is not None, "--price": price is not None,
+            "--beyond": beyond, "--best": best is not None, "--html": html is not None, "--config": config is not None,
+            "--network-cards": network_cards is not None, "--technique": bool(technique),
+        }  # fmt: skip
+        draw(
+            chart,
+            recipe,
+            overrides or [],
+            machine,
+            against,
+            devices,
+            nodes,
+            link,
+            network,
+            out,
+            json,
+            refused,
+        )
+        return
     _pointless(
+        ("--against", against is not None, "--chart cards"),
         ("--link", link is not None and machine is None, "--machine; this machine's links are its own"),
         ("--network", network is not None and machine is None, "--machine"),
         ("--network-cards", network_cards is not None and machine is None, "--machine"),
         ("--price", price is not None and tokens is None, "--tokens"),
         ("--beyond", beyond and not search, "--search"),
         ("--best", best is not None and not search, "--search"),
-        ("--out", out is not None and not search, "--search"),
+        ("--out", out is not None and not search, "--search or --chart"),
         (
             "--out",
             out is not None and beyond,
@@ -129,7 +170,7 @@ def plan(
         return
     if recipe is None and config is None:
         raise RecipeError(
-            "rush plan needs a recipe's name or file, --config, or --check; `rush recipes` lists the names."
+            "rush plan needs a recipe's name or file, --config, --check or --chart; `rush recipes` lists the names."
         )
     from rush.techniques.api.own_files import added
 

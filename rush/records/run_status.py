@@ -27,6 +27,7 @@ KINDS = {
     "kernels": "kernels.json",
     "models": "models.json",
     "explain": "explain.json",
+    "plan": "plan-chart.json",
 }
 """The record file of each kind of folder; a folder with none of them and rows or a machine is a run."""
 

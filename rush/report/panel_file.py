@@ -24,12 +24,15 @@ svg { font: 13px -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, san
 .grid { stroke: #dedad1; } .axis { stroke: #565e68; } .stop { stroke: #565e68; stroke-dasharray: 4 4; }
 .whisker { stroke: #16191d; stroke-width: 1.4; fill: none; }
 .curve { fill: none; stroke-width: 2; stroke-linejoin: round; } .formula { stroke-dasharray: 2 4; } .extrapolated { stroke-dasharray: 7 5; }
+.cross { stroke: #b3261e; stroke-width: 2.4; fill: none; } .predicted { fill-opacity: .5; stroke-dasharray: 3 3; stroke-width: 1; }
+.mark { fill: #16191d; stroke: #fcfbf8; stroke-width: 1.2; }
 .dot { stroke: #fcfbf8; stroke-width: 1.2; } .dot.hollow { fill: #fcfbf8; stroke-width: 2; }
 COLORS
 @media (prefers-color-scheme: dark) {
   .paper { fill: #14171b; } text { fill: #e6e4de; } .tick, .axis-title, .note, .soft { fill: #a5adb8; }
   .note { stroke: #14171b; } .strong { fill: #e6e4de; }
   .grid { stroke: #343a43; } .axis, .stop { stroke: #a5adb8; } .whisker { stroke: #ffffff; }
+  .cross { stroke: #ff8a80; } .mark { fill: #ffffff; stroke: #14171b; }
   .dot { stroke: #14171b; } .dot.hollow { fill: #14171b; }
 DARK
 }
@@ -67,4 +70,5 @@ def _colors(palette: Sequence[str]) -> str:
         rules.append(f".bar.series-{index}, .dot.series-{index} {{ fill: {color}; }}")
         rules.append(f".curve.series-{index}, .dot.hollow.series-{index} {{ stroke: {color}; }}")
         rules.append(f".dot.hollow.series-{index} {{ fill: none; }}")
+        rules.append(f".predicted.series-{index} {{ stroke: {color}; }}")
     return "\n".join(rules)

@@ -14,7 +14,20 @@ from markupsafe import Markup
 
 from rush.report import formatting
 from rush.report.axes import NARROW, WIDE, Frame, free_spot, x_axis, y_axis
-from rush.report.panels import Bar, Bars, Curve, Curves, Dot, Mark, Panel, Unit, label, tick_values
+from rush.report.panels import (
+    Bar,
+    Bars,
+    Curve,
+    Curves,
+    Dot,
+    Level,
+    Mark,
+    Panel,
+    Stacks,
+    Unit,
+    label,
+    tick_values,
+)
 from rush.report.svg import (
     Scale,
     number,
@@ -34,6 +47,8 @@ REACHES = (14.0, 21.0, 29.0, 38.0)
 DIRECTIONS = [(math.cos(math.pi / 4 * turn), -math.sin(math.pi / 4 * turn)) for turn in range(8)]
 UNMARKED = ("formula", "line", "faint")
 """Styles of lines without a mark at each point."""
+UNJOINED = ("dots", "hollow", "crosses")
+HOLLOW = ("extrapolated", "hollow")
 SHAPES = ("circle", "square", "triangle", "diamond", "ring", "bar")
 
 
@@ -59,6 +74,10 @@ def pictures(panel: Panel) -> tuple[Markup, Markup]:
 
 
 def draw(panel: Panel, width: float) -> Drawn:
+    if isinstance(panel, Stacks):
+        from rush.report.stacks import draw_stacks
+
+        return Drawn(*draw_stacks(panel, width))
     return _curves(panel, width) if isinstance(panel, Curves) else _bars(panel, width)
 
 
@@ -84,7 +103,7 @@ def _curves(panel: Curves, width: float) -> Drawn:
     x, y = _scales(panel, frame)
     marks = [*legend, *y_axis(frame, y, _y_ticks(panel), lambda v: short(v, panel.y_unit), panel.y_title)]
     marks += x_axis(frame, x, _x_ticks(panel), lambda v: short(v, panel.x_unit), panel.x_title)
-    marks += _places(panel.marks, frame, x)
+    marks += [*_places(panel.marks, frame, x), *_levels(panel.levels, frame, y)]
     for line in panel.lines:
         marks += _line(line, panel, x, y)
     marks += _labels(panel.lines, frame, x, y)
@@ -104,10 +123,20 @@ def _places(marked: Sequence[Mark], frame: Frame, x: Scale) -> list[Markup]:
     return marks
 
 
+def _levels(levels: Sequence[Level], frame: Frame, y: Scale) -> list[Markup]:
+    marks = []
+    for level in levels:
+        at = y(level.y)
+        marks.append(tag("line", class_="stop", x1=frame.left, x2=frame.x_end, y1=at, y2=at))
+        marks.append(text_at(frame.left + 6, at - 5, level.label, class_="note"))
+    return marks
+
+
 def _ranges(panel: Curves) -> tuple[float, float, float, float]:
     xs = [dot.x for line in panel.lines for dot in line.dots]
     dots = [dot for line in panel.lines for dot in line.dots]
     ys = [y for dot in dots for y in (dot.y, dot.low, dot.high) if y is not None]
+    ys += [level.y for level in panel.levels]
     return min(xs), max(xs), min(ys), max(ys)
 
 
@@ -139,7 +168,7 @@ def _y_ticks(panel: Curves) -> list[float]:
 
 def _x_ticks(panel: Curves) -> list[float]:
     """The measured sizes where they are whole and few enough to be read, else round places."""
-    joined = [line for line in panel.lines if line.style in ("measured", "extrapolated")]
+    joined = [line for line in panel.lines if line.style in ("measured", "extrapolated", "hollow")]
     xs = sorted({dot.x for line in joined for dot in line.dots})
     if panel.x_log and 1 < len(xs) <= 24 and all(x == int(x) for x in xs):
         return xs
@@ -151,7 +180,7 @@ def _x_ticks(panel: Curves) -> list[float]:
 
 def _line(line: Curve, panel: Curves, x: Scale, y: Scale) -> list[Markup]:
     marks = []
-    if line.style != "dots" and len(line.dots) > 1:
+    if line.style not in UNJOINED and len(line.dots) > 1:
         points = [(x(dot.x), y(dot.y)) for dot in line.dots]
         marks.append(tag("path", class_=f"curve series-{line.color} {line.style}", d=path(points)))
     if line.style in UNMARKED:
@@ -166,9 +195,16 @@ def _dot(line: Curve, dot: Dot, panel: Curves, cx: float, y: Scale) -> Markup:
         low, high = (y(max(value, y.low)) for value in (dot.low, min(dot.high, y.high)))
         if low - high > 3:
             parts.append(upright_whisker(cx, low, high, 3))
-    hollow = " hollow" if line.style == "extrapolated" else ""
-    parts.append(shape(line.color, cx, y(dot.y), f"dot series-{line.color}{hollow}"))
+    parts.append(_mark(line, cx, y(dot.y)))
     return tag("g", *parts)
+
+
+def _mark(line: Curve, cx: float, cy: float) -> Markup:
+    """The mark of a point of this series."""
+    if line.style == "crosses":
+        return tag("path", class_="cross", d=f"M{number(cx - 5)} {number(cy - 5)}l10 10m0 -10l-10 10")
+    hollow = " hollow" if line.style in HOLLOW else ""
+    return shape(line.color, cx, cy, f"dot series-{line.color}{hollow}")
 
 
 def shape(color: int, cx: float, cy: float, class_: str) -> Markup:
@@ -194,12 +230,11 @@ def _legend(lines: Sequence[Curve], width: float) -> tuple[list[Markup], float]:
         room = 34 + len(line.name) * LETTER
         if x > 4 and x + room > width:
             x, y = 4.0, y + 19
-        if line.style != "dots":
+        if line.style not in UNJOINED:
             stroke = f"curve series-{line.color} {line.style}"
             marks.append(tag("path", class_=stroke, d=f"M{number(x)} {number(y)}h20"))
         if line.style not in UNMARKED:
-            hollow = " hollow" if line.style == "extrapolated" else ""
-            marks.append(shape(line.color, x + 10, y, f"dot series-{line.color}{hollow}"))
+            marks.append(_mark(line, x + 10, y))
         marks.append(tag("text", line.name, class_="tick", x=x + 26, y=y + 4))
         x += room + 12
     return marks, y + 8 if named else 0.0
@@ -222,7 +257,7 @@ def _alt(panel: Curves) -> str:
     parts = []
     for line in panel.lines:
         name = line.name or panel.y_title
-        if line.style == "dots":
+        if line.style in UNJOINED:
             description = ", ".join(
                 f"{dot.label or label(dot.x, panel.x_unit)} at {label(dot.y, panel.y_unit)}"
                 for dot in line.dots

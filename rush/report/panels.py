@@ -15,7 +15,7 @@ from rush.report.formatting import JOIN, digits
 from rush.report.svg import binary_unit, ticks
 
 Unit = Literal["", "B", "B/s", "FLOP/s", "s", "%", "×"]
-Style = Literal["measured", "formula", "extrapolated", "dots", "line", "faint"]
+Style = Literal["measured", "formula", "extrapolated", "dots", "line", "faint", "hollow", "crosses"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Dot:
 @dataclass(frozen=True)
 class Curve:
     """A series. Measured ones are solid with marks, formulas and extrapolations dashed, dots not joined; lines have no marks.
-    One without a name is not in the legend."""
+    What was computed and not measured has hollow marks (extrapolated; hollow ones are not joined); crosses mark what cannot
+    be. One without a name is not in the legend."""
 
     name: str
     dots: Sequence[Dot]
@@ -46,6 +47,14 @@ class Mark:
     """A place on the x axis worth knowing, as the size of a cache."""
 
     x: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Level:
+    """A value on the y axis worth knowing, as the memory of a device."""
+
+    y: float
     label: str
 
 
@@ -63,6 +72,7 @@ class Curves:
     """Of a linear axis. A loss curve far from zero needs its own range."""
     marks: Sequence[Mark] = ()
     caption: str = ""
+    levels: Sequence[Level] = ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,45 @@ class Bars:
     caption: str = ""
 
 
-Panel = Curves | Bars
+@dataclass(frozen=True)
+class StackPart:
+    name: str
+    value: float
+    color: int
+
+
+@dataclass(frozen=True)
+class StackRow:
+    """Parts side by side; `low` and `high` are the interval of their sum, `measured` what somebody found instead of it."""
+
+    name: str
+    parts: Sequence[StackPart]
+    low: float | None = None
+    high: float | None = None
+    measured: float | None = None
+    note: str = ""
+
+    @property
+    def total(self) -> float:
+        return sum(part.value for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """Rows of computed parts. They are drawn pale, with a broken outline; what was measured is a dark diamond."""
+
+    title: str
+    unit: Unit
+    rows: Sequence[StackRow]
+    limit: Level | None = None
+    interval: str = ""
+    """What the whiskers are, for the legend."""
+    measured: str = ""
+    """What the diamonds are."""
+    caption: str = ""
+
+
+Panel = Curves | Bars | Stacks
 
 
 def label(value: float, unit: Unit) -> str:

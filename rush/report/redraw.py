@@ -12,6 +12,7 @@ from rush.files import write_atomic
 from rush.records.kernels import KERNELS
 from rush.records.ladder import LADDER
 from rush.records.models import MODELS
+from rush.records.plan_chart import PLAN_CHART
 from rush.records.race import RACE
 from rush.records.run_status import KINDS, kind_of
 from rush.records.scaling import SCALE
@@ -21,6 +22,7 @@ from rush.report.kernels import kernel_page
 from rush.report.ladder import read_ladder
 from rush.report.models import model_page
 from rush.report.page import report_page
+from rush.report.plan_chart import chart_page
 from rush.report.race import race_page
 from rush.report.run_page import Complete, run_page
 from rush.report.run_view import read_run
@@ -34,6 +36,7 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "race": lambda folder: race_page(RACE.read(folder)),
     "kernels": lambda folder: kernel_page(KERNELS.read(folder)),
     "models": lambda folder: model_page(MODELS.read(folder)),
+    "plan": lambda folder: chart_page(PLAN_CHART.read(folder)),
 }
 RECORDS: dict[str, RecordFile[Any]] = {
     "ladder": LADDER,
@@ -42,6 +45,7 @@ RECORDS: dict[str, RecordFile[Any]] = {
     "race": RACE,
     "kernels": KERNELS,
     "models": MODELS,
+    "plan": PLAN_CHART,
 }
 
 
@@ -51,13 +55,13 @@ def known_kind(folder: Path) -> str:
         os.stat(folder)
     except OSError as error:
         raise DataError(
-            f"{folder} cannot be read ({error.strerror}); give a folder that rush train, ladder, tune, scale, race, bench or explain wrote."
+            f"{folder} cannot be read ({error.strerror}); give a folder that rush train, ladder, tune, scale, race, bench, plan --chart or explain wrote."
         ) from None
     kind = kind_of(folder)
     if kind is None:
         raise DataError(
             f"{folder} holds no record; a folder of a run has metrics.jsonl, others have one of {', '.join(KINDS.values())}. "
-            "Give a folder that rush train, ladder, tune, scale, race, bench or explain wrote."
+            "Give a folder that rush train, ladder, tune, scale, race, bench, plan --chart or explain wrote."
         )
     return kind
 
