@@ -25,7 +25,7 @@ WORDS: dict[str, str] = tomllib.loads((Path(__file__).parent / "words.toml").rea
 OPEN, MIDDLE, CLOSE = "\ue000", "\ue001", "\ue002"
 MARKED = re.compile(f"{OPEN}(\\d+){MIDDLE}([^{OPEN}{CLOSE}]*){CLOSE}")
 UNITS = {
-    "GiB": "ГиБ", "MiB": "МиБ", "KiB": "КиБ", "tok/s": "токенов/с", "ms": "мс", "TFLOP/s": "Тфлоп/с", "TB/s": "ТБ/с",
+    "PFLOP/s": "Пфлоп/с", "GiB": "ГиБ", "MiB": "МиБ", "KiB": "КиБ", "tok/s": "токенов/с", "ms": "мс", "TFLOP/s": "Тфлоп/с", "TB/s": "ТБ/с",
     "GB/s": "ГБ/с", "s": "с", "kB": "кБ",
 }  # fmt: skip
 Key = str | int
@@ -45,10 +45,12 @@ class Trace:
 FORMATS: dict[str, Callable[[float], str]] = {
     "change": formatting.change,
     "ratio": formatting.ratio,
+    "times": lambda value: f"{value:g}×",
     "number": formatting.digits,
     "loss": lambda value: f"{value:.3f}",
     "whole": lambda value: formatting.count(round(value)) if value >= 10_000 else str(round(value)),
     "share": formatting.share,
+    "percent": lambda value: f"{100 * value:.0f}{formatting.JOIN}%",
     "size": formatting.size,
     "speed": formatting.si,
     "rate": lambda value: formatting.si(value, "FLOP/s"),

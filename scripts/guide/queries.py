@@ -14,6 +14,7 @@ from scripts.guide.plans import LADDERS, RECORD
 CLAIMS = "scripts/guide/claims.toml"
 BUSY = ("attention", "matmul", "norm_elementwise", "loss", "optimizer", "other")
 """Kinds of a profiled step in which the GPU works."""
+METRICS = {"tokens_per_s": "tokens per second"}
 RULES = {"speed": ("tokens_per_s", "median"), "memory": ("peak_memory_bytes",), "step": ("step_ms", "median")}
 
 
@@ -115,6 +116,11 @@ class Queries:
         places = (("ceilings", "matmul", dtype), ("ceilings", "matmul", base))
         return self.book.figure("ratio", LADDERS[ladder], "a / b", *places)
 
+    def balance(self, ladder: str = "llama") -> str:
+        """bf16 operations of large matmuls for a byte of a copy."""
+        places = (("ceilings", "matmul", "bfloat16"), ("ceilings", "copy_bytes_per_s"))
+        return self.book.figure("number", LADDERS[ladder], "a / b", *places)
+
     def copy_rate(self, ladder: str = "llama") -> str:
         return self.book.figure("bytes/s", LADDERS[ladder], "a", ("ceilings", "copy_bytes_per_s"))
 
@@ -143,11 +149,6 @@ class Queries:
         kind = "size" if what == "memory" else "speed"
         return self.book.figure(kind, LADDERS[ladder], "a", ("batch_curve", index, *RULES[what]))
 
-    def rungs(self, ladder: str) -> str:
-        """How many rungs were measured."""
-        done = [rung["status"] for rung in source(LADDERS[ladder])["rungs"]].count("ok")
-        return self.book.mark(str(done), "count", LADDERS[ladder], "ok", (("rungs",),))
-
     def verdict(self, ladder: str, rung: str) -> str:
         found = view(ladder).rung(rung)
         return self.book.say(found.verdict if found else "not measured")
@@ -168,9 +169,7 @@ class Queries:
         """The claim as a sentence: figure, what of, where, by whom."""
         file = f"technique {technique}"
         claim = source(file)
-        metric = self.book.say(claim["metric"])
-        if self.book.language == "en":
-            return f"{self.claim(technique)} {metric}: {self._quote(file, 'regime')}. *{self._quote(file, 'source')}*"
+        metric = self.book.say(METRICS.get(claim["metric"], claim["metric"]))
         return f"{self.claim(technique)} {metric}: {self._quote(file, 'regime')}. *{self._quote(file, 'source')}*"
 
     def listed(self, table: str, key: str, kind: str = "number", formula: str = "a") -> str:
@@ -207,7 +206,7 @@ class Queries:
         if what == "speed":
             return self.book.figure("speed", RECORD, "a", (*mine, "tokens_per_s"))
         if what == "time_error":
-            return self.book.figure("share", RECORD, "a", (*mine, "time_error"))
+            return self.book.figure("percent", RECORD, "a", (*mine, "time_error"))
         over = "base" if what == "total" else self._over(ladder, rung)
         kind = "ratio" if what == "total" else "change"
         return self.book.figure(
@@ -237,7 +236,7 @@ class Queries:
     def _ratio(self, file: str, place: tuple[Key, ...], interval: bool, kind: str | None = None) -> str:
         """A recorded ratio with its interval; all three figures written alike."""
         ratio = self.book.value(file, *place, "ratio")
-        kind = kind or ("ratio" if ratio >= 2 else "change")
+        kind = kind or ("ratio" if max(ratio, self.book.value(file, *place, "ci95", 1)) >= 2 else "change")
         found = self.book.figure(kind, file, "a", (*place, "ratio"))
         if not interval:
             return found

@@ -51,7 +51,7 @@ def formats(book: Book) -> Sheet:
             class_ = "s5" if bit == 0 else "s3" if bit <= exponent else "s1"
             sheet.marks.append(tag("rect", class_=class_, x=108 + 11 * bit, y=y, width=9, height=22, rx=1))
         sheet.bottom = max(sheet.bottom, y + 22)
-    sheet.word(16, 258, "TF32 computes with these bits and still moves 32 of them.", "small soft")
+    sheet.word(16, 258, "TF32 computes with these bits and still moves those of fp32.", "small soft")
     return sheet
 
 

@@ -17,9 +17,9 @@ CLIMB = (
     ("compile", "compile(scope=block)", "compile(scope=block)"),
     ("cuda_graph", "cuda_graph", "cuda_graph"),
     ("vocab_pad", None, "vocab_pad"),
-    ("a larger batch", "batch.micro=8", "batch.micro=64"),
+    ("batch 8, batch 64", "batch.micro=8", "batch.micro=64"),
     ("cudnn_attention", "cudnn_attention", "cudnn_attention"),
-    ("a still larger batch", "batch.micro=32", None),
+    ("batch 32", "batch.micro=32", None),
     ("fp8", "fp8", None),
     ("pure_bf16", "pure_bf16", "pure_bf16"),
     ("chunked_loss", "chunked_loss(chunk_tokens=4096)", "chunked_loss(chunk_tokens=4096)"),
@@ -58,7 +58,11 @@ class Tables:
             for ladder, rung in rungs.items()
             if rung
         ]
-        return self._table(("", ""), [(f"**{name}**", text) for name, text in rows])
+        head = (
+            f"`{technique}`" if technique else self.say("batch"),
+            self.say("speed over the rung before; verdict; memory"),
+        )
+        return self._table(head, [(f"**{name}**", text) for name, text in rows])
 
     def found(self, ladder: str, rung: str) -> str:
         """Gain with its interval, verdict, memory."""
@@ -88,8 +92,7 @@ class Tables:
             found = [
                 self.ask.verdict(ladder, rung) for ladder, rung in (("llama", llama), ("gpt2", gpt2)) if rung
             ]
-            title = self.say(name) if " " in name else f"`{name}`"
-            rows.append((title, *cells, " / ".join(dict.fromkeys(found))))
+            rows.append((self.say(name) if " " in name else name, *cells, " / ".join(dict.fromkeys(found))))
         return self._table(head, rows)
 
     def published(self) -> str:
