@@ -82,6 +82,7 @@ docs: $(VENV)/.dev ## write the generated pages: techniques, recipe keys, explan
 	$(BIN)/python scripts/cli_page.py
 	$(BIN)/python scripts/family_page.py
 	$(BIN)/python scripts/explain_pages.py
+	$(BIN)/python scripts/several_devices_page.py
 	$(BIN)/python -m tests.planted --page docs/planted.md
 
 docs-site: $(VENV)/.dev ## the documentation as a site in site/, without network (open site/index.html)

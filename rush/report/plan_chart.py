@@ -38,7 +38,10 @@ def chart_picture(record: PlanChartRecord) -> str:
 def where(record: PlanChartRecord) -> str:
     """What was planned for, in one line."""
     machines = list(dict.fromkeys(point["machine"] for point in record["predicted"]))
-    return f"planned by rush, not measured: {', '.join(machines)}; filled marks: measured and published by others"
+    filled = (
+        "filled marks: measured and published by others" if record["published"] else "nothing of it published"
+    )
+    return f"planned by rush, not measured: {', '.join(machines)}; {filled}"
 
 
 def chart_page(record: PlanChartRecord) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from rush.records.gains import TIGHT
 from rush.records.plan_chart import PlanChartRecord, PredictedPoint
 from rush.report import formatting
+from rush.report.formatting import JOIN
 from rush.report.plan_card_words import cards_words, in_group, times_one
 
 PLANNED, MEASURED, IDEAL = "planned", "measured and published", "ideal"
@@ -26,7 +27,7 @@ def error_words(points: Sequence[PredictedPoint], kind: str) -> str:
     key = "memory" if kind == "memory" else "time"
     found = sorted({p["expected_error"]["memory" if key == "memory" else "time"] for p in points})
     low, high = (f"{100 * value:.0f}" for value in (found[0], found[-1]))
-    return f"±{high} %" if low == high else f"±{low} to {high} %"
+    return f"±{high}{JOIN}%" if low == high else f"±{low} to {high}{JOIN}%"
 
 
 def resting_on(record: PlanChartRecord) -> list[str]:
@@ -44,7 +45,7 @@ def resting_on(record: PlanChartRecord) -> list[str]:
         errors = [run["planned"]["tokens_per_s"] / run["tokens_per_s"] - 1 for run in runs]
         found.append(
             f"Filled marks are what others measured and published, {formatting.plural(len(runs), 'run')}. Planned the same way, "
-            f"their speeds come out {_signed(min(errors))} to {_signed(max(errors))}"
+            f"their speeds come out {_span(errors)}"
             + (_memory_errors(record) or "; their memory was not published")
             + "."
         )
@@ -68,11 +69,16 @@ def _memory_errors(record: PlanChartRecord) -> str:
     if not pairs:
         return ""
     errors = [planned / found - 1 for planned, found in pairs]
-    return f", their memory {_signed(min(errors))} to {_signed(max(errors))}"
+    return f", their memory {_span(errors)}"
+
+
+def _span(errors: Sequence[float]) -> str:
+    low, high = _signed(min(errors)), _signed(max(errors))
+    return low if low == high else f"{low} to {high}"
 
 
 def _signed(error: float) -> str:
-    return f"{'+' if error > 0 else '−' if error < 0 else '±'}{abs(100 * error):.0f} %"
+    return f"{'+' if error > 0 else '−' if error < 0 else '±'}{abs(100 * error):.0f}{JOIN}%"
 
 
 def _rate(point: PredictedPoint) -> str:
