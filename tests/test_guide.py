@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from rush.hardware.catalog import CATALOG
+from rush.plan import target_of
+from rush.plan.planning import unmet
 from rush.recipe_io import load_recipe
 from rush.techniques import registry
 from scripts.guide import notebook, pages, tables
@@ -203,11 +205,13 @@ def test_every_command_of_the_guide_is_understood() -> None:
             group = group.commands[names.pop(0)]
         group.make_context("rush", names)
         seen += 1
-    lines = [shlex.split(line) for block in pages.COMMANDS.values() for line in block.strip().splitlines()]
+    blocks = [block.replace("\\\n", " ") for block in pages.COMMANDS.values()]
+    lines = [shlex.split(line) for block in blocks for line in block.strip().splitlines()]
     assert seen == len(lines)
     for _, verb, *rest in lines:
         if verb in ("train", "plan") and not rest[0].endswith(".toml"):
-            load_recipe(rest[0], [word for word in rest[1:] if re.match(r"[\w.]+\+?=", word)])
+            recipe = load_recipe(rest[0], [word for word in rest[1:] if re.match(r"[\w.]+\+?=", word)])
+            assert unmet(recipe, target_of("h200-sxm")) == (), rest
 
 
 def test_the_notebook_holds_what_its_cells_show() -> None:

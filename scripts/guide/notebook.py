@@ -32,11 +32,14 @@ def executed(notebook: dict[str, Any]) -> dict[str, Any]:
 
 def _outputs(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]:
     tree = ast.parse(source)
-    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    last = tree.body[-1]
+    shown = last.value if isinstance(last, ast.Expr) else None
+    if shown is not None:
+        tree.body.pop()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(tree, "cell", "exec"), names)
-        value = None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+        value = None if shown is None else eval(compile(ast.Expression(shown), "cell", "eval"), names)
     outputs: list[dict[str, Any]] = []
     if printed.getvalue():
         outputs.append(

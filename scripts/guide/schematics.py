@@ -196,7 +196,7 @@ def batching(book: Book) -> Sheet:
         y = 50 + 96 * at
         sheet.word(16, y + 10, name, "small soft")
         sheet.box(16, y + 18, 96, 40, "host", "update")
-        sheet.box(116, y + 18, 60, 40, "lost", "launches")
+        sheet.box(116, y + 18, 60, 40, "lost", "launches", "on small")
         for row in range(rows):
             sheet.box(180 + 35.5 * row, y + 18, 33, 40, "compute")
     sheet.word(16, 244, "Blue is what trains. A matmul with more rows also fills more tiles.", "small soft")

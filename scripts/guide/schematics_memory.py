@@ -17,24 +17,17 @@ def checkpointing(book: Book) -> Sheet:
     sheet = Sheet(book, "Saved activations: all of them, only a block's input, or the expensive ones")
     layers = 8
     rows = (
-        ("everything is saved", lambda part: "store", ""),
-        (
-            "full: only each block's input; the forward pass runs twice",
-            lambda part: "store" if part == 0 else "hollow dashed",
-            "lost",
-        ),
-        (
-            "selective: matmuls and attention are saved, the cheap rest runs twice",
-            lambda part: "store" if part < 3 else "hollow dashed",
-            "lost",
-        ),
+        ("everything is saved", 5, ""),
+        ("full: only each block's input; the forward pass runs twice", 1, "lost"),
+        ("selective: matmuls and attention are saved, the cheap rest runs twice", 3, "lost"),
     )
-    for at, (name, class_of, again) in enumerate(rows):
+    for at, (name, saved, again) in enumerate(rows):
         y = 30 + 104 * at
         sheet.word(16, y, name, "small")
         for layer in range(layers):
             for part in range(5):
-                sheet.box(16 + 56 * layer, y + 10 + 11 * part, 48, 8, class_of(part))
+                class_ = "store" if part < saved else "hollow dashed"
+                sheet.box(16 + 56 * layer, y + 10 + 11 * part, 48, 8, class_)
             if again:
                 height = 8.0 if at == 1 else 3.0
                 sheet.box(16 + 56 * layer, y + 68, 48, height, again)

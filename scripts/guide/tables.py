@@ -53,11 +53,12 @@ class Tables:
         rows = [(self.say("claimed"), self.ask.claimed(technique))] if technique else []
         rungs = {"llama": llama, "gpt2": gpt2, "host": host}
         rows += [(self._title(ladder), self.found(ladder, rung)) for ladder, rung in rungs.items() if rung]
-        rows += [
-            (f"{self.say('planner, A100')}, {self._title(ladder).split(',')[0]}", self.plan(ladder, rung))
+        plans = [
+            f"{self._title(ladder).split(',')[0]}: {self.plan(ladder, rung)}"
             for ladder, rung in rungs.items()
             if rung
         ]
+        rows.append((self.say("planner, A100"), "; ".join(plans)))
         head = (
             f"`{technique}`" if technique else self.say("batch"),
             self.say("speed over the rung before; verdict; memory"),
@@ -74,7 +75,7 @@ class Tables:
 
     def plan(self, ladder: str, rung: str) -> str:
         planned = self.book.value(RECORD, "machines", "a100", "rungs", ladder, rung)
-        memory = f"{self.say('memory')} {self.ask.planned('a100', ladder, rung, 'memory')}"
+        memory = self.ask.planned("a100", ladder, rung, "memory")
         if planned["problems"]:
             return f"{self.say('cannot run there')}, {memory}"
         gain = f"{self.ask.planned('a100', ladder, rung)}, {memory}"
@@ -159,8 +160,13 @@ class Tables:
                 ask.gain("gpt2", "vocab_pad"),
             ),
             (
+                say("fused AdamW"),
+                ask.listed_ratio("lecture", "vocabulary", "adam", "change"),
+                ask.gain("gpt2", "fused_adamw"),
+            ),
+            (
                 say("all of it"),
-                ask.listed_ratio("lecture", "fp32", "vocabulary"),
+                ask.listed_ratio("lecture", "fp32", "adam"),
                 ask.total("gpt2", "vocab_pad", True),
             ),
         ]
