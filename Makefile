@@ -76,12 +76,13 @@ check: $(VENV)/.dev ## format, lint, types, import contracts, spelling, links an
 	$(BIN)/python -m pytest tests/test_public_names.py tests/test_docs.py tests/test_site.py
 	$(BIN)/python scripts/lock.py check
 
-docs: $(VENV)/.dev ## write the generated pages: techniques, recipe keys, explanations, planted bugs
+docs: $(VENV)/.dev ## write the generated pages: techniques, recipe keys, explanations, the guide, planted bugs
 	$(BIN)/python scripts/technique_pages.py
 	$(BIN)/python scripts/recipe_page.py
 	$(BIN)/python scripts/cli_page.py
 	$(BIN)/python scripts/family_page.py
 	$(BIN)/python scripts/explain_pages.py
+	$(BIN)/python scripts/guide_page.py
 	$(BIN)/python scripts/several_devices_page.py
 	$(BIN)/python -m tests.planted --page docs/planted.md
 
