@@ -7,7 +7,7 @@ The kernels choose by rules (`rush.kernels.support.row_tile` and `persistent_row
 by autotuning: a choice made anew in every process would change the last bits of a weight's gradient from run to run.
 This script is how the rules are checked. A variant is the kernel with some of those names replaced while it is called.
 All cores compile, then for each op and width every variant's results and gradients are held against float64, and they
-take turns under the clock (`rush.hardware.stopwatch`: the cache is overwritten before each call). The quickest three race
+take turns under the clock (`rush.hardware.stopwatch`: the cache is overwritten before each call). The quickest three are timed
 once more, with the shape in use, Liger and a copy of as many bytes. The last thing printed is a table: what to change,
 and what it gives.
 """
@@ -52,8 +52,8 @@ ROWS = 16384
 NOW, LIGER, COPY = "as it is", "Liger", "copy"
 TARGETS = (2048, 8192)
 """Widths that the kernels have targets at: here all is tried, elsewhere only the shapes."""
-FIRST_RACE = Effort(least=7, most=9, budget_s=0.05)
-LAST_RACE = Effort(least=15, most=31, budget_s=0.1)
+FIRST_ROUND = Effort(least=7, most=9, budget_s=0.05)
+LAST_ROUND = Effort(least=15, most=31, budget_s=0.1)
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ def contender(of: Study, kind: str) -> study.Contender:
 
 
 def measure(group: Group, rows: int) -> dict[str, dict[str, Any]]:
-    """For each pass: microseconds of every variant in its last race, and what failed."""
+    """For each pass: microseconds of every variant in its last round, and what failed."""
     of, device = study.load(group.op), device_here()
     inputs, ours = inputs_of(group, rows), contender(of, "ours")
     dtype = next(iter(inputs.values())).dtype
@@ -291,11 +291,11 @@ def measure(group: Group, rows: int) -> dict[str, dict[str, Any]]:
         source = torch.zeros(int(num_bytes) // 2, dtype=torch.int8, device=device)
         target = torch.empty_like(source)
         cases[COPY] = TimedCase(lambda: None, partial(_copied, target, source))
-        found[step] = {"failed": failed, "first_us": race(cases, FIRST_RACE, failed)}
+        found[step] = {"failed": failed, "first_us": time_in_turns(cases, FIRST_ROUND, failed)}
         quickest = sorted(found[step]["first_us"], key=found[step]["first_us"].__getitem__)
         mine = [name for name in quickest if name not in (LIGER, COPY)][:3]
         last = {name: each for name, each in cases.items() if name in (NOW, LIGER, COPY, *mine)}
-        found[step]["us"] = race(last, LAST_RACE, failed)
+        found[step]["us"] = time_in_turns(last, LAST_ROUND, failed)
     return found
 
 
@@ -319,7 +319,7 @@ def case(
     return TimedCase(forward, backward)
 
 
-def race(cases: dict[str, TimedCase], effort: Effort, failed: dict[str, str]) -> dict[str, float]:
+def time_in_turns(cases: dict[str, TimedCase], effort: Effort, failed: dict[str, str]) -> dict[str, float]:
     """Medians in microseconds; one that fails is taken out, and the others begin again."""
     while cases:
         try:
@@ -403,7 +403,7 @@ def measure_and_tell(group: Group, rows: int, done: dict[str, dict[str, dict[str
         say(f"{group}: {one_line(error)}")
         return
     for step, told in done[str(group)].items():
-        say(f"\n{group}, {step}: µs of all, and of those in the last race")
+        say(f"\n{group}, {step}: µs of all, and of those in the last round")
         for name, us in sorted(told["first_us"].items(), key=lambda pair: pair[1]):
             last = f"{told['us'][name]:8.1f}" if name in told["us"] else " " * 8
             say(f"  {us:8.1f} {last}  {name}")

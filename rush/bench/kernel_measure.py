@@ -206,17 +206,17 @@ def _time(
     step: Pass, entries: Sequence[ContenderEntry], grad_outputs: Sequence[Tensor] | None, place: BenchDevice
 ) -> None:
     """Let the contenders take turns; one that fails is removed and the others start over."""
-    racing = {entry.contender.name: entry for entry in entries if entry.status == "ok"}
-    while racing:
-        cases = {name: _case(step, entry, grad_outputs) for name, entry in racing.items()}
+    running = {entry.contender.name: entry for entry in entries if entry.status == "ok"}
+    while running:
+        cases = {name: _case(step, entry, grad_outputs) for name, entry in running.items()}
         try:
             found = take_turns(cases, place.device, place.effort)
         except CaseFailed as failed:
             del cases
-            _note_failure(racing.pop(failed.name), failed.problem, place)
+            _note_failure(running.pop(failed.name), failed.problem, place)
             continue
         for name, samples in found.items():
-            racing[name].times[step] = samples
+            running[name].times[step] = samples
         return
 
 

@@ -144,7 +144,7 @@ class _LadderLines:
 
 
 @contextmanager
-def resumable(folder: Path) -> Iterator[None]:
+def resumable(folder: Path, what: str = "trials") -> Iterator[None]:
     """Ctrl-C and SIGTERM end the running trial and all its processes; a note says how to resume."""
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -155,7 +155,7 @@ def resumable(folder: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         note(
-            f"Stopped; no process is left. Finished trials are kept: resume with the same command and --out {folder}."
+            f"Stopped; no process is left. Finished {what} are kept: resume with the same command and --out {folder}."
         )
         raise typer.Exit(130) from None
     finally:

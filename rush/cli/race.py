@@ -12,7 +12,7 @@ import typer
 from rush.cli.ladder import resumable
 from rush.cli.ladder_table import minutes
 from rush.cli.options import ExtraTechniques, Json, complete_recipe
-from rush.cli.output import next_step, note, print_json, print_table, say
+from rush.cli.output import NAME, folded, next_step, note, print_json, print_table, say
 
 if TYPE_CHECKING:
     from rush.lab.race.racing import RaceProgress
@@ -76,7 +76,7 @@ def race(
     from rush.lab.race.race_plan import race_name
 
     folder = out or Path("runs") / f"race-{race_name(read_contenders(recipes))}"
-    with resumable(folder), _watching(quiet=json) as watch:
+    with resumable(folder, "legs"), _watching(quiet=json) as watch:
         found = race_recipes(
             *recipes,
             tokens=tokens,
@@ -125,7 +125,7 @@ def race_table(record: RaceRecord) -> tuple[list[str], list[list[str]]]:
         curve = mean_curve(list(raced(record, letter).values()))
         rows.append(
             [
-                f"{letter} {one['name']}",
+                folded(f"{letter} {one['name']}", NAME),
                 formatting.si(rate_of(record, letter)),
                 f"{curve[-1].loss:.4f}" if curve else "-",
                 formatting.si(depth["tokens"].get(letter)) if depth else "-",
@@ -144,7 +144,7 @@ def race_table(record: RaceRecord) -> tuple[list[str], list[list[str]]]:
         "time to",
         "gross",
         "net",
-        "to the same loss",
+        "same loss",
         "verdict",
     ], rows
 
@@ -169,6 +169,8 @@ def _watching(quiet: bool) -> Iterator[Any]:
     console = Console()
 
     def show(progress: RaceProgress) -> None:
+        if progress.ended is not None:
+            console.print(f"  {progress.ended}", markup=False, highlight=False)
         if progress.doing is None:
             return
         left = "" if progress.seconds_left is None else f" · about {minutes(progress.seconds_left)} left"

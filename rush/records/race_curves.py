@@ -82,12 +82,21 @@ def points_of(run: RaceRun) -> list[RacePoint]:
     ]
 
 
-def reached(points: Sequence[RacePoint], loss: float) -> RacePoint | None:
+def start_of(run: RaceRun) -> RacePoint | None:
+    """Before any training: the loss of the first step's batch, which the initial weights made. It is of training text, and serves only
+    to place what was reached before the first validation."""
+    first = run["losses"][0] if run["losses"] else None
+    return None if first is None else RacePoint(0.0, 0.0, first)
+
+
+def reached(points: Sequence[RacePoint], loss: float, start: RacePoint | None = None) -> RacePoint | None:
     """Where the loss was first reached, between two validations by a straight line; None where it never was."""
-    for before, one in zip([None, *points], points, strict=False):
+    before = start if start is not None and start.loss > loss else None
+    for one in points:
         if one.loss > loss:
+            before = one
             continue
-        if before is None or one.loss == before.loss:
+        if before is None:
             return one
         part = (before.loss - loss) / (before.loss - one.loss)
         return RacePoint(
@@ -112,6 +121,11 @@ def raced(record: RaceRecord, letter: str) -> dict[int, list[RacePoint]]:
         and run["status"] not in ("diverged", "failed")
         and (points := points_of(run))
     }
+
+
+def starts(record: RaceRecord, letter: str) -> dict[int, RacePoint | None]:
+    """Where a contender's runs began, by seed."""
+    return {run["seed"]: start_of(run) for run in record["runs"] if run["contender"] == letter}
 
 
 def mean_curve(runs: Sequence[Sequence[RacePoint]]) -> list[RacePoint]:

@@ -1,4 +1,4 @@
-"""What lies under the watched folders: runs, ladders, searches and scaling studies, with where each stands.
+"""What lies under the watched folders: runs, ladders, searches, scaling studies and races, with where each stands.
 
 Folders are found by walking, never by joining a name that a request brings: a request names an id of this list. Symbolic
 links are not followed, neither to folders nor to files. To list a run, only the end of its metrics is read, and only when the
@@ -28,7 +28,7 @@ from rush.report.run_view import read_toml
 DEEPEST = 5
 MOST_FOLDERS = 2000
 OWN_FOLDERS = {"checkpoints", "tensorboard", "tokenizer", "trials", "wandb"}
-SHOWN = ("ladder", "tune", "scale")
+SHOWN = ("ladder", "tune", "scale", "race")
 FRESH_S = 0.4
 """A list that was made a moment ago is good enough for the next client."""
 END_BYTES = 1 << 14
@@ -259,4 +259,28 @@ def _scale_row(file: Any, size: int) -> dict[str, Any]:
     }
 
 
-RECORD_ROWS = {"ladder": _ladder_row, "tune": _tune_row, "scale": _scale_row}
+def _race_row(file: Any, size: int) -> dict[str, Any]:
+    tree = _tree(file)
+    found = {text(one.get("contender")): one for one in _rows_of(tree, "findings")}
+    rows = []
+    for one in _rows_of(tree, "contenders"):
+        letter = text(one.get("letter")) or "?"
+        runs = [run for run in _rows_of(tree, "runs") if run.get("contender") == one.get("letter")]
+        losses = [finite(held[-1].get("loss")) for run in runs if (held := _rows_of(run, "validations"))]
+        lowest = min((loss for loss in losses if loss is not None), default=None)
+        against = table(found.get(letter))
+        states = ", ".join(dict.fromkeys(text(run.get("status")) or "?" for run in runs))
+        gross = _ratio(against.get("gross"))
+        if gross is not None:
+            states += f"; gross ×{gross:.3g}"
+        rows.append(
+            [f"{letter} {text(one.get('name')) or ''}", lowest, _ratio(against.get("net")), None, states]
+        )
+    return {
+        "finished": text(tree.get("finished")),
+        "what": f"{len(rows)} recipes",
+        "table": {"columns": ["recipe", "validation loss", "net", "", "status"], "rows": rows},
+    }
+
+
+RECORD_ROWS = {"ladder": _ladder_row, "tune": _tune_row, "scale": _scale_row, "race": _race_row}

@@ -24,7 +24,7 @@ from rush.cli import main
 from rush.errors import MachineError
 from rush.watch import catalog
 from rush.watch.server import Server
-from tests.report import made_up
+from tests.report import made_up, made_up_race
 from tests.report.made_up_run import append_rows, write_run
 
 PLAIN = (b"Bad Request\n", b"HTTP Version Not Supported\n")
@@ -401,3 +401,15 @@ def test_a_folder_that_is_not_there_is_one_sentence(
         main(["watch", str(tmp_path / "nothing")])
     assert left.value.code == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_race_is_listed_with_its_recipes(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "race-tiny"
+    folder.mkdir(parents=True)
+    (folder / "race.json").write_text(json.dumps(made_up_race.race()))
+    _, (row,) = catalog.Catalog([tmp_path / "runs"]).rows()
+    assert (row["kind"], row["status"], row["what"]) == ("race", "finished", "2 recipes")
+    first, second = row["table"]["rows"]
+    assert (first[0], first[2]) == ("A tiny a=1", None)
+    assert second[2] == pytest.approx(1.5 / 1.2, rel=0.02)
+    assert second[4] == "ok; gross ×1.5"

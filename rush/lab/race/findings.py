@@ -19,7 +19,7 @@ import numpy as np
 
 from rush.lab.statistics import DRAWS, student_quantile
 from rush.records.race import DepthRecord, LossGap, Quotient, RaceFinding, RaceRecord
-from rush.records.race_curves import RacePoint, best_until, leg_time, raced, reached
+from rush.records.race_curves import RacePoint, best_until, leg_time, raced, reached, starts
 
 FRACTIONS = {0.25: "a quarter", 0.5: "half", 0.75: "three quarters", 1.0: "all"}
 _STUDENT = {1: 12.706, 2: 4.303}
@@ -59,14 +59,27 @@ def _depths(record: RaceRecord, points: Mapping[str, Points], base: str) -> list
             named.append((f"after {words} {of}", max(loss for loss in lowest if loss is not None)))
     if (goal := record.get("until_loss")) is not None:
         named.append(("as asked for", goal))
-    return [_depth(name, loss, points, base) for name, loss in named]
-
-
-def _depth(name: str, loss: float, points: Mapping[str, Points], base: str) -> DepthRecord:
     places = {
-        letter: {seed: place for seed, run in found.items() if (place := reached(run, loss)) is not None}
-        for letter, found in points.items()
+        loss: {
+            letter: {
+                seed: place
+                for seed, run in found.items()
+                if (place := reached(run, loss, starts(record, letter).get(seed))) is not None
+            }
+            for letter, found in points.items()
+        }
+        for _, loss in named
     }
+    return [_depth(name, loss, points, places[loss], base) for name, loss in named]
+
+
+def _depth(
+    name: str,
+    loss: float,
+    points: Mapping[str, Points],
+    places: Mapping[str, Mapping[int, RacePoint]],
+    base: str,
+) -> DepthRecord:
 
     def mean(letter: str, key: str) -> float | None:
         whole = len(places[letter]) == len(points[letter])

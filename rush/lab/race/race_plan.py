@@ -15,6 +15,7 @@ from rush.errors import RecipeError
 from rush.lab.race.contenders import Contender, check_comparable
 from rush.recipe import Recipe
 from rush.recipe_io import changed
+from rush.techniques import check_recipe
 
 POINTS, FEWEST_POINTS = 20, 4
 LEGS = 4
@@ -114,7 +115,7 @@ def plan_race(
     )
     for one in contenders:
         try:
-            plan.raced(one, first)
+            check_recipe(plan.raced(one, first))
         except RecipeError as error:
             raise RecipeError(f"recipe {one.letter} of the race, over {total:,} tokens: {error}") from None
     return plan

@@ -41,7 +41,9 @@ class RaceProgress:
 
     record: RaceRecord
     doing: str | None
-    """The leg that runs now, None when all is done."""
+    """The leg that runs now; None after it."""
+    ended: str | None
+    """What became of the leg that ended now."""
     done: int
     total: int
     seconds_left: float | None
@@ -193,7 +195,7 @@ class Race:
             self.spent_s += time.monotonic() - before
             self._round_made = True
             self._judge(one, run)
-            self._report(None if run["status"] == "killed" else f"{one.letter} {one.name}, seed {seed}")
+            self._report(None, _became(one, run))
             if run["status"] == "killed":
                 raise MachineError(
                     f"the race stopped at {one.letter} ({one.name}), seed {seed}: {run['reason']}. What is measured is kept; run the same "
@@ -233,7 +235,7 @@ class Race:
         run["status"], run["reason"] = ("running" if run["legs"] else "waiting"), None
         self._judge(one, run)
 
-    def _report(self, doing: str | None) -> RaceRecord:
+    def _report(self, doing: str | None, ended: str | None = None) -> RaceRecord:
         """Write the record and report progress."""
         record = self.record()
         write_race(self.bench.folder / FILE, record)
@@ -246,7 +248,7 @@ class Race:
         legs = [leg.get("wall_s") for run in self.runs.values() for leg in run["legs"]]
         walls = [wall for wall in legs if wall is not None]
         left = sum(walls) / len(walls) * (len(order) - done) if walls else None
-        self.watch(RaceProgress(record, doing, done, len(order), left))
+        self.watch(RaceProgress(record, doing, ended, done, len(order), left))
         return record
 
     def record(self) -> RaceRecord:
@@ -316,6 +318,20 @@ def _new_run(one: Contender, seed: int) -> RaceRun:
         "step_s": [],
         "validations": [],
     }
+
+
+def _became(one: Contender, run: RaceRun) -> str:
+    """What became of a leg, in one line."""
+    said = f"{one.letter}, seed {run['seed']}: "
+    if run["reason"] is not None:
+        return f"{said}{run['status']}, {run['reason']}"
+    points = points_of(run)
+    loss = (
+        f"validation loss {points[-1].loss:.4f} after {points[-1].tokens:,.0f} tokens"
+        if points
+        else "no validation yet"
+    )
+    return f"{said}{loss}" + (", which is what was asked for" if run["status"] == "reached" else "")
 
 
 def _last(run: RaceRun) -> int:

@@ -3,7 +3,7 @@
 // chosen runs. Everything that comes from a file is put into the page as text, never as HTML.
 (() => {
   const POLL_MS = 1000, HIDDEN_MS = 10000, RETRY_MS = 3000, MOST_CHOSEN = 12, COLORS = 6;
-  const KINDS = [["run", "Runs"], ["ladder", "Ladders"], ["tune", "Searches"], ["scale", "Scaling studies"]];
+  const KINDS = [["run", "Runs"], ["ladder", "Ladders"], ["tune", "Searches"], ["scale", "Scaling studies"], ["race", "Races"]];
   const FIGURES = [
     { key: "loss", title: "Loss", large: true, free: true, format: (v) => v.toPrecision(5) },
     { key: "tokens_per_s", title: "Tokens per second", format: short },
