@@ -1,9 +1,10 @@
-"""Runs on clusters: the batch script for Slurm and the manifest for Kubernetes that start `rush train` on many nodes."""
+"""Runs on clusters: what starts `rush train` on many nodes, for Slurm, for Kubernetes and for SkyPilot."""
 
 from __future__ import annotations
 
 from rush.clusters.job import Job, check_nodes
 from rush.clusters.kubernetes import documents, manifest
+from rush.clusters.skypilot import Sky, task, task_file
 from rush.clusters.slurm import script
 
-__all__ = ["Job", "check_nodes", "documents", "manifest", "script"]
+__all__ = ["Job", "Sky", "check_nodes", "documents", "manifest", "script", "task", "task_file"]

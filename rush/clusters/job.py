@@ -45,18 +45,22 @@ class Job:
 
     def __post_init__(self) -> None:
         """A line break or another control character in a word would be more than a word in a script or a manifest."""
-        said = {name: value for name, value in vars(self).items() if isinstance(value, str)}
-        said |= {f"the environment variable {name}": value for name, value in self.environment.items()}
-        said |= {f"the word {number}": word for number, word in enumerate(self.words, start=1)}
-        for name, value in said.items():
-            if printable(value) != value or "\n" in value or "\t" in value:
-                raise RecipeError(f"{name} is {value!r:.200}; allowed: one line without control characters.")
+        check_lines({name: value for name, value in vars(self).items() if isinstance(value, str)})
+        check_lines({f"the environment variable {name}": value for name, value in self.environment.items()})
+        check_lines({f"the word {number}": word for number, word in enumerate(self.words, start=1)})
 
     @property
     def label(self) -> str:
         """The name as a DNS label, which both clusters take."""
         found = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
         return (found if found[:1].isalpha() else f"rush-{found}")[:MAX_NAME].rstrip("-")
+
+
+def check_lines(said: Mapping[str, str]) -> None:
+    """Refuse texts of more than one line, or with control characters, by their names."""
+    for name, value in said.items():
+        if printable(value) != value or "\n" in value or "\t" in value:
+            raise RecipeError(f"{name} is {value!r:.200}; allowed: one line without control characters.")
 
 
 def check_nodes(recipe: Recipe, nodes: int, gpus_per_node: int) -> None:

@@ -84,7 +84,8 @@ def _runtime(job: Job) -> Table:
         "kind": "TrainingRuntime",
         "metadata": _metadata(job),
         "spec": {
-            "mlPolicy": {"numNodes": job.nodes, "torch": {"numProcPerNode": job.gpus_per_node}},
+            # How many ranks a node has stands in the TrainJob alone: the policy's own key for it came and went.
+            "mlPolicy": {"numNodes": job.nodes, "torch": {}},
             "template": {
                 "spec": {"failurePolicy": {"maxRestarts": job.max_restarts}, "replicatedJobs": [node]}
             },

@@ -1,8 +1,8 @@
 """The Slurm batch script of a run.
 
 One task a node is torchrun, which starts a rank for each GPU; the nodes meet at the first of them. A job that reaches its
-time limit is asked to stop a few minutes before: `--signal=B:USR1@300` wakes the script, which sends SIGTERM to the ranks; they
-end after the same step with a checkpoint, and the job goes back into the queue. The command is the same every time:
+time limit is asked to stop a few minutes before: `--signal=B:USR1@300` wakes the script, which has Slurm send SIGTERM to the
+ranks; they end after the same step with a checkpoint, and the job goes back into the queue. The command is the same every time:
 `--resume` starts a new run or resumes an existing one. A node failure requeues the job as well.
 Sources: sbatch(1) and srun(1), https://slurm.schedmd.com/sbatch.html and srun.html; container options are those of pyxis,
 https://github.com/NVIDIA/pyxis.
@@ -32,15 +32,20 @@ def script(job: Job) -> str:
             "set -euo pipefail",
             *_surroundings(job),
             "",
-            "# All nodes meet at the first one, on a port that another job there does not take.",
-            'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            "# All nodes meet at the first one, on a port that another job there does not take. A node's name need not be",
+            "# one that hosts resolve: its address is what Slurm itself reaches it at.",
+            'FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
+            r"""MASTER_ADDR=$(scontrol show node -o "$FIRST" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')""",
+            "MASTER_ADDR=${MASTER_ADDR:-$FIRST}",
             "MASTER_PORT=$((20000 + SLURM_JOB_ID % 40000))",
             "export MASTER_ADDR MASTER_PORT",
-            f"mkdir -p -- {_quoted(job.run_folder)}",
+            f"mkdir -p -- {quoted_path(job.run_folder)}",
             "",
             "# Before the time limit: let the ranks end after their step, with a checkpoint, and queue the job again.",
             "stopping=0",
-            'stop() { stopping=1; echo "The time limit is near: stopping after the current step."; kill -TERM "$step" || true; }',
+            "# The signal goes to the tasks: srun itself would take SIGTERM as an order to kill them at once.",
+            'stop() { stopping=1; echo "The time limit is near: stopping after the current step."; '
+            'scancel --signal=TERM "$SLURM_JOB_ID" || true; }',
             "trap stop USR1",
             "",
             f"{_step(job)} &",
@@ -91,7 +96,7 @@ def _surroundings(job: Job) -> list[str]:
     # Ranks that are asked to stop need time for their step and its checkpoint before torchrun loses patience.
     lines.append(f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={max(30, job.grace_s - 60)}")
     if job.venv is not None and job.container is None:
-        lines.append(f"source {_quoted(f'{job.venv}/bin/activate')}")
+        lines.append(f"source {quoted_path(f'{job.venv}/bin/activate')}")
     return lines
 
 
@@ -108,7 +113,7 @@ def _step(job: Job) -> str:
         "--kill-on-bad-exit=1",
     ]
     if job.container is not None:
-        folder = _quoted(f"{job.run_folder}:{job.run_folder}")
+        folder = quoted_path(f"{job.run_folder}:{job.run_folder}")
         words += [
             f"--container-image={shlex.quote(job.container)}",
             f'--container-mounts={folder},"$PWD:$PWD"',
@@ -122,11 +127,11 @@ def _step(job: Job) -> str:
             f"--max-restarts={job.max_restarts}"
         )
     lines.append(f"{'' if job.torchrun else 'python '}-m rush train {' '.join(map(shlex.quote, job.words))}")
-    lines.append(f"--out {_quoted(job.run_folder)} --resume")
+    lines.append(f"--out {quoted_path(job.run_folder)} --resume")
     return " \\\n  ".join(lines)
 
 
-def _quoted(path: str) -> str:
+def quoted_path(path: str) -> str:
     """A path for the shell. A plain variable in it ($HOME, $SCRATCH) stays one; everything else is literal."""
     parts = VARIABLE.split(path)  # every second one is a variable
     return "".join(

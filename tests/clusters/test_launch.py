@@ -261,7 +261,8 @@ def test_tasks_that_slurm_started_join_each_other(recipe: Path, tmp_path: Path) 
 
 STAND_INS = {
     # srun here is one node: its options are dropped, and the command runs in its place, signals included.
-    "srun": '#!/bin/bash\nwhile [[ "$1" == --* ]]; do shift; done\nexec "$@"\n',
+    "srun": '#!/bin/bash\necho $$ > "$ASKED.srun"\nwhile [[ "$1" == --* ]]; do shift; done\nexec "$@"\n',
+    "scancel": '#!/bin/bash\nkill -TERM "$(cat "$ASKED.srun")"\n',
     "scontrol": '#!/bin/bash\nif [ "$1" = show ]; then echo localhost; else echo "$@" >> "$ASKED"; fi\n',
     "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n',
 }

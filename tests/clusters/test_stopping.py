@@ -13,17 +13,19 @@ from rush.clusters.slurm import script
 from tests.clusters.jobs import job
 
 SRUN = """#!/bin/bash
+echo $$ > "$ASKED.srun"
 trap 'exit $ENDS_WITH' TERM
 kill -USR1 "$PPID"
 for _ in $(seq 200); do sleep 0.05; done
 """
+SCANCEL = '#!/bin/bash\n[ "$*" = "--signal=TERM 7" ] && kill -TERM "$(cat "$ASKED.srun")"\n'
 SCONTROL = '#!/bin/bash\nif [ "$1" = show ]; then echo localhost; else echo "$@" >> "$ASKED"; fi\n'
 
 
 def run_job(tmp_path: Path, ends_with: int) -> tuple[int, str]:
     """Its exit code, and what it asked of scontrol. Its ranks end with this code when they are asked to stop."""
     (tmp_path / "bin").mkdir()
-    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+    for name, text in {"srun": SRUN, "scancel": SCANCEL, "scontrol": SCONTROL}.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     surroundings = {

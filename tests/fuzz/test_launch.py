@@ -1,4 +1,4 @@
-"""What `rush launch` writes is a script or a manifest in which a stranger's words are only words.
+"""What `rush launch` writes is a script, a manifest or a task in which a stranger's words are only words.
 
 A script is run for real by bash, with stand-ins for Slurm's commands that write down what they were called with, in a folder
 where a command hidden in an option would leave a file. A manifest must be the YAML of the documents that were meant.
@@ -16,7 +16,7 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
-from rush.clusters import Job, check_nodes, documents, manifest, script
+from rush.clusters import Job, Sky, check_nodes, documents, manifest, script, task, task_file
 from rush.recipe_io import load_recipe
 from tests.fuzz.harness import cases, explore, fuzz, run_command
 
@@ -109,10 +109,22 @@ def test_a_manifest_is_the_yaml_of_what_was_meant(count: int) -> None:
     fuzz("launch/kubernetes", read, [b"{}"], count, [hostile_job])
 
 
+@cases(0.01)
+def test_a_task_is_the_yaml_of_what_was_meant(count: int) -> None:
+    def read(content: bytes) -> None:
+        job = job_of(content)
+        place = Sky(
+            "H100", image=job.image, volume="shared", package=job.container, mounts={"~/x": job.run_folder}
+        )
+        assert yaml.safe_load(task_file(job, place)) == task(job, place)
+
+    fuzz("launch/skypilot", read, [b"{}"], count, [hostile_job])
+
+
 flags = ("--run", "--name", "--time", "--grace", "--nodes", "--gpus-per-node", "--partition", "--account", "--container", "--venv", "--image",
-         "--namespace", "--storage", "--storage-class", "--cpus", "--memory", "--env", "--max-restarts")  # fmt: skip
+         "--namespace", "--storage", "--storage-class", "--cpus", "--memory", "--env", "--max-restarts", "--accelerator", "--infra", "--autostop", "--volume", "--bucket", "--mount", "--package")  # fmt: skip
 lines = st.tuples(
-    st.sampled_from(["--slurm", "--k8s"]),
+    st.sampled_from(["--slurm", "--k8s", "--sky"]),
     st.lists(
         st.tuples(
             st.sampled_from(flags),
