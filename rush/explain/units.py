@@ -27,6 +27,11 @@ def flops(per_s: float) -> str:
     return si(per_s, "FLOP/s")
 
 
+def flops_of(number: float) -> str:
+    """An amount of them, not a rate."""
+    return si(number, "FLOP")
+
+
 def span(stat: Mapping[str, Any]) -> str:
     """A timing with its 95 % interval."""
     return f"{duration(stat['median'])} ({duration(stat['low'])} to {duration(stat['high'])})"

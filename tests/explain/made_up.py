@@ -207,7 +207,40 @@ def links(*, kind: str = "cpu", gpus: int = 0, latency_s: float = 100e-6, bytes_
     return {"kind": kind, "copies": copies, "collectives": found, **catalog()}
 
 
+def flash_attention(
+    *,
+    kind: str = "cuda",
+    first: float = 1.5,
+    second: float = 2.0,
+    shares: bool = True,
+    crosses: bool = True,
+    compiler: bool = True,
+) -> Data:
+    """Orders that are so many times as fast as plain; one head keeps a core (or all of them) busy; Linformer from 2048 on."""
+    gains = {"plain": 1.0, "first": first, "second": second}
+    cores = 132 if kind == "cuda" else 4
+    rows = [
+        {"way": way, "length": length, "seconds": took(1e-3 * (length / 512) ** 2 / gain)}
+        for length in (512, 1024, 2048, 4096) for way, gain in gains.items()
+    ]  # fmt: skip
+    sharing = [
+        {"way": way, "heads": heads, "seconds": took(max(1e-3 if way == "first" and shares else 0.0, 1e-3 * heads / cores))}
+        for heads in (1, cores, 4 * cores) for way in ("first", "second")
+    ]  # fmt: skip
+    linformer = [
+        {"length": length, "heads": 4, "exact": took(1e-3 * (length / 512) ** 2), "linformer": took((6e-3 if crosses else 600e-3) * length / 512)}
+        for length in (512, 1024, 2048, 4096)
+    ]  # fmt: skip
+    missing = None if compiler else "no C compiler (cc, gcc or clang) is on the PATH"
+    return {
+        "kind": kind, "dtype": "bfloat16", "bytes_each": 2, "head_dim": 64, "tile": 64, "kept": 256, "cores": cores, "missing": missing,
+        "heads": 16 if kind == "cuda" else 1, "rows": rows if compiler else [], "sharing": sharing if compiler else [],
+        "sharing_length": 2048, "linformer": linformer,
+    }  # fmt: skip
+
+
 EVERY = {
+    "flash-attention": flash_attention,
     "attention": attention, "cpu-gpu": cpu_gpu, "memory": memory, "fusion": fusion, "batch": batch, "roofline": roofline,
     "precision": precision, "links": links, "occupancy": occupancy,
 }  # fmt: skip

@@ -23,6 +23,7 @@ RECORDS = {
     "attention-oom": made_up.record("attention", made_up.attention(oom=True), device="cuda"),
     "cpu-gpu-none": made_up.record("cpu-gpu", made_up.cpu_gpu(kind="cpu", compiler=False)),
     "links-gpus": made_up.record("links", made_up.links(kind="cuda", gpus=4), device="cuda"),
+    "flash-attention-cpu": made_up.record("flash-attention", made_up.flash_attention(kind="cpu")),
     "memory-gpu": made_up.record("memory", made_up.memory(kind="cuda"), device="cuda"),
     "fusion-none": made_up.record("fusion", made_up.fusion(compiled=False), load=2.0),
     "precision-none": made_up.record("precision", made_up.precision(half_gain=None)),

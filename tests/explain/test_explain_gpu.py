@@ -31,7 +31,18 @@ def data(name: str) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    ["memory", "fusion", "attention", "roofline", "precision", "batch", "occupancy", "cpu-gpu", "links"],
+    [
+        "memory",
+        "fusion",
+        "attention",
+        "roofline",
+        "precision",
+        "batch",
+        "occupancy",
+        "cpu-gpu",
+        "links",
+        "flash-attention",
+    ],
 )
 def test_a_quick_measurement_explains_itself(name: str) -> None:
     found = measured(name)
@@ -109,3 +120,11 @@ def test_a_gpu_needs_many_chains_in_flight() -> None:
     rows = data("cpu-gpu")["device_chains"]
     rates = [row["chains"] * row["rounds"] / row["seconds"]["median"] for row in rows]
     assert max(rates) > 1000 * rates[0], rates
+
+
+def test_both_orders_ran_and_the_second_shares_a_head_among_multiprocessors() -> None:
+    found = {
+        (row["way"], row["heads"]): row["seconds"]["median"] for row in data("flash-attention")["sharing"]
+    }
+    assert found["second", 1] < 0.5 * found["first", 1], found
+    assert {row["way"] for row in data("flash-attention")["rows"]} == {"plain", "first", "second"}

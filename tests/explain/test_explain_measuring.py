@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rush.explain import ExplainSettings, fusion, link_speeds, memory, precision
+from rush.explain import ExplainSettings, attention_orders, fusion, link_speeds, memory, precision
 from rush.explain.attention import allocated_peak
 from rush.explain.batch import intensity, ridge
 from rush.explain.clock import stat, timed
 from rush.explain.link_speeds import fit
 from rush.explain.native import host
 from rush.explain.native.chains import COUNTS, FACTOR, OFFSET, Chains, Way, compile_chains
+from rush.explain.native.orders import WAYS, Heads, Orders, compile_orders
 from rush.hardware import probe
 from tests.explain import made_up
 
@@ -147,6 +149,77 @@ def test_every_thread_takes_its_way(ways: int, whole_warps: bool) -> None:
     run(ways, whole_warps=whole_warps)
     wanted = expected(ways, 7, whole_warps=whole_warps)
     torch.testing.assert_close(run.out.double().cpu(), wanted.repeat(2), rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def orders() -> Orders:
+    found = compile_orders()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+def _attention(on: Heads) -> Any:
+    """Causal attention in float64 by its definition, all heads."""
+    scores = on.q.astype(np.float64) @ on.k.swapaxes(1, 2).astype(np.float64) / 8
+    scores[:, *np.triu_indices(on.length, 1)] = -np.inf
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    return weights / weights.sum(axis=2, keepdims=True) @ on.v
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_order_computes_attention(orders: Orders, way: str) -> None:
+    on = Heads(2, 192, seed=4)
+    on.k *= np.linspace(0.1, 6.0, 192, dtype=np.float32)[
+        :, None
+    ]  # later tiles win, so outputs must be rescaled
+    on.k_t[:] = on.k.reshape(2, 3, 64, 64).swapaxes(2, 3)
+    for head in range(2):
+        getattr(orders, way)(on, head)
+    np.testing.assert_allclose(on.o, _attention(on), rtol=0, atol=1e-5)
+
+
+def test_heads_and_tiles_on_several_cores_compute_all_of_them(orders: Orders) -> None:
+    on = Heads(3, 320, plain=False)
+    wanted = _attention(on)
+    with ThreadPoolExecutor(2) as pool:
+        for work in (lambda: orders.first_together(pool, on), lambda: orders.second_together(pool, on, 2)):
+            on.o[:] = np.nan
+            work()
+            np.testing.assert_allclose(on.o, wanted, rtol=0, atol=3e-6)
+
+
+def test_bytes_and_flops_of_the_orders_by_counting_the_loops() -> None:
+    """Independent of the formulas: walk over the tiles and add up what each visit moves."""
+    data = {"head_dim": 64, "tile": 64, "bytes_each": 2, "kept": 256}
+    tiles, tile = 5, 64 * 64
+    plain, first, second = 4 * tiles * tile * 2, 0, 0
+    other_first, other_second = 0, tiles * tile
+    for i in range(tiles):
+        first += 2 * tile * 2  # as a tile of keys: keys and values once
+        second += 2 * tile * 2  # as a tile of queries: queries and outputs once
+        for _ in range(i + 1):
+            plain += 4 * 64 * 64 * 2
+            first += tile * 2 + 2 * tile * 4 + 4 * 64 * 4
+            second += 2 * tile * 2
+            other_first += 4 * 64 * 64 + 3 * tile
+            other_second += 4 * 64 * 64 + tile
+    length = tiles * 64
+    assert attention_orders.traffic("plain", length, data) == plain
+    assert attention_orders.traffic("first", length, data) == first
+    assert attention_orders.traffic("second", length, data) == second
+    assert attention_orders.other_flops("first", length, data) == other_first
+    assert attention_orders.other_flops("second", length, data) == other_second
+
+
+def test_linformer_with_an_identity_is_attention() -> None:
+    q, k, v = (
+        torch.randn(1, 2, 48, 16, generator=torch.Generator().manual_seed(seed)).double() for seed in range(3)
+    )
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    one = torch.eye(48, dtype=torch.float64)
+    torch.testing.assert_close(attention_orders.linformer(q, k, v, one, one), wanted)
+    assert attention_orders.linformer_flops(1024, {"kept": 256, "head_dim": 64}) == 2 * 1024**2 * 64
 
 
 def test_the_fit_finds_the_line_and_how_far_off_it_is() -> None:

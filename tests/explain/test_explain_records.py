@@ -22,7 +22,18 @@ from rush.report.panel_svg import draw
 from tests.explain import made_up
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-NAMES = ("attention", "batch", "cpu-gpu", "fusion", "links", "memory", "occupancy", "precision", "roofline")
+NAMES = (
+    "attention",
+    "batch",
+    "cpu-gpu",
+    "flash-attention",
+    "fusion",
+    "links",
+    "memory",
+    "occupancy",
+    "precision",
+    "roofline",
+)
 MEASURED = [pytest.param(name, marks=pytest.mark.slow) if name == "links" else name for name in NAMES]
 """`links` starts two processes, each of which imports torch."""
 SVG = "{http://www.w3.org/2000/svg}"
@@ -82,6 +93,8 @@ def test_the_words_contain_the_numbers_of_the_record() -> None:
     assert "256 in bf16" in text("precision")
     one = data("cpu-gpu")["host_chains"][0]
     assert units.duration(one["seconds"]["median"] / one["rounds"]) in text("cpu-gpu")
+    second = [r for r in data("flash-attention")["rows"] if r["way"] == "second"][-1]
+    assert units.duration(second["seconds"]["median"]) in text("flash-attention")
     full = next(r for r in data("occupancy")["tasks"] if r["tasks"] == data("occupancy")["workers"])
     assert units.duration(full["seconds"]["median"]) in text("occupancy")
 

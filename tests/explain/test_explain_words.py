@@ -250,6 +250,41 @@ def test_links_on_gpus_reports_page_locked_memory_and_nccl() -> None:
     assert "not measured: this is a CPU" not in text
 
 
+def test_flash_attention_compares_the_orders_as_measured() -> None:
+    text = said("flash-attention", made_up.flash_attention())
+    assert "The first is ×1.50" in text
+    assert "faster than plain, the second ×1.33" in text
+    same = said("flash-attention", made_up.flash_attention(first=1.0, second=1.0))
+    assert "The first is not significantly faster than plain" in same
+    assert "slower than plain" in said("flash-attention", made_up.flash_attention(first=0.5))
+
+
+def test_flash_attention_reports_who_shares_a_head() -> None:
+    text = said("flash-attention", made_up.flash_attention())
+    assert "With one head of 2048 tokens and 132 multiprocessors the second order is ×132" in text
+    assert "with 528 heads no faster" in text
+    assert "keeps a head on one of them" in text
+    assert "makes no difference" in said("flash-attention", made_up.flash_attention(shares=False))
+
+
+def test_flash_attention_finds_where_linformer_wins_or_that_it_never_does() -> None:
+    # (n / 512)² against 6 · n / 512: equal at 3072, between the measured 2048 and 4096.
+    text = said("flash-attention", made_up.flash_attention())
+    assert "it wins from about 2900 tokens" in text
+    assert "they are equal at 1024" in text
+    assert "exact attention is faster at every length" in said(
+        "flash-attention", made_up.flash_attention(crosses=False)
+    )
+    # 2 · n · h of 24 · h² + 2 · n · h: 1024 of 12 · 768 + 1024.
+    assert f"{units.share(1024 / (12 * 768 + 1024))} for GPT-2 124M" in text
+
+
+def test_flash_attention_without_a_compiler_still_judges_linformer() -> None:
+    data = made_up.flash_attention(kind="cpu", compiler=False)
+    assert "The three orders were not measured: no C compiler" in said("flash-attention", data)
+    assert len(find("flash-attention").picture(data)) == 1
+
+
 @pytest.mark.parametrize("name", sorted(made_up.EVERY))
 def test_with_other_timings_every_topic_writes_other_sentences(name: str) -> None:
     slower = _scaled(made_up.EVERY[name](), 3.7)

@@ -180,6 +180,13 @@ def walks() -> None:
     Tasks(8, rounds=64, device="cpu")(8)
 
 
+def attend_first(dtype: torch.dtype) -> None:
+    from rush.kernels.flash_attention.first_order import first_order_attention
+
+    q = zeros(1, 2, 256, 64, dtype=dtype)
+    first_order_attention(q, q, q)
+
+
 def ways() -> None:
     from rush.explain.native.warps import Ways
 
@@ -208,6 +215,7 @@ STREAMING: dict[str, Callable[[], None]] = {
     "linear_cross_entropy fp8": eight_bit_head,
     "walks of explain": walks,
     "ways of explain": ways,
+    "attention in the first order bf16": partial(attend_first, BF16),
     "cross_entropy bf16": partial(loss, BF16, 128256),
     "cross_entropy fp32": partial(loss, FP32, 50304),
     "cross_entropy_ bf16": partial(loss_over_logits, BF16, 128256),

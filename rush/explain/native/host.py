@@ -51,7 +51,7 @@ def compile_walks() -> Walks | str:
     return Walks(library)
 
 
-def compile_c(name: str) -> ctypes.CDLL | str:
+def compile_c(name: str, *further: str) -> ctypes.CDLL | str:
     """A source of this folder as a library, or the reason why it cannot be one here."""
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
@@ -62,7 +62,7 @@ def compile_c(name: str) -> ctypes.CDLL | str:
         code.write_text(source, encoding="utf-8")
         description = ""
         for flags in FLAGS:
-            words = [compiler, "-O3", *flags, "-shared", "-fPIC", "-o", str(built), str(code)]
+            words = [compiler, "-O3", *flags, "-shared", "-fPIC", "-o", str(built), str(code), *further]
             done = subprocess.run(words, capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 return ctypes.CDLL(str(built))
