@@ -20,7 +20,9 @@ from rush.records.ladder import LADDER  # noqa: E402
 from rush.records.plan_chart import CHARTS, PLAN_CHART  # noqa: E402
 from rush.records.scaling import SCALE, PointRecord, ScaleRecord  # noqa: E402
 from rush.report import formatting, headlines  # noqa: E402
+from rush.report.batch_view import batch_panels, batch_view, batch_words  # noqa: E402
 from rush.report.ladder import read_ladder  # noqa: E402
+from rush.report.panel_file import standalone  # noqa: E402
 from rush.report.plan_chart import chart_picture  # noqa: E402
 from rush.report.plan_words import sentences  # noqa: E402
 from rush.report.scaling_words import headline, warnings  # noqa: E402
@@ -45,10 +47,19 @@ def pieces(results: Path) -> dict[str, str]:
 def pictures(results: Path) -> dict[str, str]:
     """The pictures of the page, by their name beside it."""
     records = {name: results / "plan-charts" / name for name in CHARTS}
-    return {
+    drawn = {
         f"{PICTURES}/several-devices-{name}.svg": chart_picture(PLAN_CHART.read(folder))
         for name, folder in records.items()
     }
+    for name in BATCH_LADDERS.values():
+        for record in _ladders(results, name):
+            view = read_ladder(record)
+            if found := batch_view(view):
+                where = f"measured: {headlines.machine_name(view.machine)}"
+                drawn[f"{PICTURES}/several-devices-{name}.svg"] = (
+                    standalone(view.name, where, batch_panels(found)) + "\n"
+                )
+    return drawn
 
 
 def _chart(results: Path, name: str) -> str:
@@ -67,9 +78,7 @@ def _batch_ladders(results: Path) -> str:
     """What the ladders under these limits found, or that nobody has climbed them yet."""
     lines = []
     for limit, name in BATCH_LADDERS.items():
-        records = sorted(results.glob(f"{name}*/ladder.json")) + sorted(
-            results.glob(f"{GPU}/{name}*/ladder.json")
-        )
+        records = _ladders(results, name)
         if not records:
             lines.append(
                 _item(f"Measured under {limit}: nothing yet. No record of the ladder {name} is in results/.")
@@ -77,8 +86,18 @@ def _batch_ladders(results: Path) -> str:
         for record in records:
             LADDER.read(record)
             view = read_ladder(record)
-            lines.append(_item(f"Measured under {limit} ({_place(record)}): {headlines.sentence(view)}"))
+            found = batch_view(view)
+            words = batch_words(found) if found else [headlines.headline(view)]
+            lines += [_item(f"Measured under {limit} ({_place(record)}): {sentence}") for sentence in words]
+            lines += (
+                ["", f"![Measured under {limit}]({PICTURES}/several-devices-{name}.svg)", ""] if found else []
+            )
     return "\n".join([*lines, ""])
+
+
+def _ladders(results: Path, name: str) -> list[Path]:
+    """The newest place where this ladder was measured, a folder of its own or one of the studies on 8 GPUs."""
+    return sorted([*results.glob(f"{name}*/ladder.json"), *results.glob(f"{GPU}/{name}*/ladder.json")])[-1:]
 
 
 def _studies(records: list[Path], kind: str) -> str:
@@ -124,7 +143,7 @@ def _gap(point: PointRecord) -> str:
 
 
 def _place(path: Path) -> str:
-    return f"../{path.relative_to(ROOT).as_posix()}"
+    return f"../{path.relative_to(ROOT).as_posix()}" if path.is_relative_to(ROOT) else path.name
 
 
 def written(page: str, found: dict[str, str]) -> str:

@@ -24,8 +24,10 @@ from markupsafe import Markup
 from rush.files import write_atomic
 from rush.records.ladder import LADDER
 from rush.report import bars, claims, curves, formatting, headlines, roofline
+from rush.report.batch_view import batch_panels, batch_view, batch_words
 from rush.report.ladder import LadderView, RungView, read_ladder
 from rush.report.lenient import Json, real, shown, text
+from rush.report.panel_svg import pictures
 from rush.report.svg import tag
 from rush.report.symbols import SIGNS
 
@@ -48,6 +50,7 @@ def report_page(ladder: LadderView) -> str:
         if rung.parity and (drawing := curves.loss_overlay(rung.parity, rung.title))
     ]
     claim_axis, checked = _claims(ladder)
+    batches = batch_view(ladder)
     return render(
         "report.html",
         title=f"{ladder.name} · ladder",
@@ -69,6 +72,8 @@ def report_page(ladder: LadderView) -> str:
             for rung in ladder.able
         ],
         batch=curves.batch_curves(ladder.batch_curve, ladder.batch_stops_paying_at),
+        batches=[(panel, *pictures(panel)) for panel in batch_panels(batches)] if batches else [],
+        batch_sentences=batch_words(batches) if batches else [],
         sequence_rows=[limit_rows(row) for row in ladder.sequence_limits],
         overlays=overlays,
         unjudged=[rung for rung in ladder.rungs if rung.status == "ok" and rung.parity is None],
