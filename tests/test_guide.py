@@ -20,7 +20,7 @@ from rush.plan import target_of
 from rush.plan.planning import unmet
 from rush.recipe_io import load_recipe
 from rush.techniques import registry
-from scripts.guide import notebook, pages, tables
+from scripts.guide import comparisons, notebook, pages
 from scripts.guide.book import CLOSE, MARKED, OPEN, WORDS, Trace, plain
 from scripts.guide.plans import RECORD, planned
 from tests.test_docs import _commands
@@ -91,7 +91,7 @@ def read(file: str, place: tuple[str | int, ...]) -> Any:
 def wrong(trace: Trace) -> str:
     """What is wrong with a figure; empty where it says what its record says."""
     if trace.kind == "name":
-        sizes = {size for _, _, size in tables.KERNELS}
+        sizes = {size for _, _, size in comparisons.KERNELS}
         as_english = trace.text.replace("токенов", "tokens").replace("голов по", "heads of")
         known = trace.text in AXES | STEPS_AND_BATCHES or as_english in sizes
         return "" if known else f"{trace.text!r} is no known name"

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from rush.report.bars import CLASSES
 from rush.report.svg import Scale, path, tag, text_at, whisker
 from scripts.guide.book import Book
+from scripts.guide.comparisons import CONTENDERS, KERNELS, LOSSES, NEAREST, Comparisons
 from scripts.guide.drawing import WIDTH, Sheet
 from scripts.guide.plans import LADDERS
 from scripts.guide.queries import BUSY, Queries
-from scripts.guide.tables import CONTENDERS, KERNELS, LOSSES, NEAREST, Tables
 
 LEFT, RIGHT = 16.0, WIDTH - 16
 STACK = {
@@ -166,7 +166,7 @@ def _published_rows(book: Book) -> list[tuple[str, tuple[float, float, float], S
 
 def kernels(book: Book) -> Sheet:
     """How many times as fast as plain torch: compiled, Liger, ours."""
-    tables = Tables(book, Queries(book))
+    tables = Comparisons(book)
     sheet = Sheet(
         book,
         "Kernels forward and backward: how many times as fast as plain torch the compiler, Liger and ours are",

@@ -10,6 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from scripts.guide.book import Book, Trace
 from scripts.guide.charts import CHARTS
+from scripts.guide.comparisons import COMPARISONS, Comparisons
 from scripts.guide.queries import Queries
 from scripts.guide.schematics import SCHEMATICS
 from scripts.guide.tables import TABLES, Tables
@@ -37,6 +38,8 @@ def page(book: Book) -> str:
     )
     environment.globals.update(ask.names())
     environment.globals.update({name: getattr(tables, name) for name in TABLES})
+    compared = Comparisons(book)
+    environment.globals.update({name: getattr(compared, name) for name in COMPARISONS})
     environment.globals.update(picture=partial(_picture, book), type=_commands)
     return environment.get_template(f"{book.language}.md").render()
 

@@ -39,7 +39,7 @@ class Queries:
         return {
             name: getattr(self, name)
             for name in dir(self)
-            if not name.startswith("_") and name not in ("book", "names")
+            if not name.startswith("_") and name not in ("book", "names", "measured")
         }
 
     # Of a ladder's rung
@@ -127,6 +127,11 @@ class Queries:
     def link_rate(self, kind: str, ladder: str = "llama") -> str:
         return self.book.figure("bytes/s", LADDERS[ladder], "a", ("ceilings", "transfers_bytes_per_s", kind))
 
+    def measured(self, view: str, rung: str) -> bool:
+        """Whether a rung of one of GPT-2's other views ran."""
+        status = self.book.value(f"results/gpt2-124m-ladder-h200/{view}/ladder.json", "rungs", rung, "status")
+        return bool(status == "ok")
+
     def alone(self, rung: str, interval: bool = True) -> str:
         """Alone on GPT-2's base."""
         return self._ratio(
@@ -139,7 +144,12 @@ class Queries:
         return self._ratio(file, ("rungs", f"without {rung}", "gain"), interval)
 
     def drift(self, ladder: str) -> str:
+        """How far the first rung was off when it was measured again at the end."""
         return self.book.figure("change", LADDERS[ladder], "a", ("drift", "ratio"))
+
+    def drift_left_out(self) -> str:
+        file = "results/gpt2-124m-ladder-h200/left_out/ladder.json"
+        return self.book.figure("change", file, "a", ("drift", "ratio"))
 
     def batch(self, ladder: str, micro: int, what: str = "speed") -> str:
         """A point of the curve over batch sizes."""

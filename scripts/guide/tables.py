@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scripts.guide.book import Book, source
+from scripts.guide.book import Book
 from scripts.guide.plans import RECORD
 from scripts.guide.queries import Queries
 
@@ -29,17 +29,6 @@ CLIMB = (
     ("offload_activations", "offload_activations", "offload_activations"),
 )
 """What the two climbs tried: a name, Llama's rung, GPT-2's rung."""
-KERNELS = (
-    ("rmsnorm", "kernels-h200", "16k × 2048"),
-    ("layernorm", "kernels-h200", "16k × 2048"),
-    ("rope", "kernels-nf4-rope-h200", "16k × 2048 (32 heads of 64)"),
-    ("swiglu", "kernels-h200", "16k × 8192"),
-    ("cross_entropy", "kernels-h200", "4k × 50,304"),
-    ("linear_cross_entropy", "kernels-h200", "16k tokens × 2048 × 128,256"),
-)
-CONTENDERS = ("compiled torch", "Liger", "rush")
-LOSSES = ("compile(scope=block)", "fused_loss", "liger")
-NEAREST = "results/sft-3b-nearest-h200/ladder.json"
 
 
 class Tables:
@@ -60,10 +49,10 @@ class Tables:
         ]
         rows.append((self.say("planner, A100"), "; ".join(plans)))
         head = (
-            f"`{technique}`" if technique else self.say("batch"),
+            technique or self.say("batch"),
             self.say("speed over the rung before; verdict; memory"),
         )
-        return self._table(head, [(f"**{name}**", text) for name, text in rows])
+        return markdown(head, [(f"**{name}**", text) for name, text in rows])
 
     def found(self, ladder: str, rung: str) -> str:
         """Gain with its interval, verdict, memory."""
@@ -94,7 +83,33 @@ class Tables:
                 self.ask.verdict(ladder, rung) for ladder, rung in (("llama", llama), ("gpt2", gpt2)) if rung
             ]
             rows.append((self.say(name) if " " in name else name, *cells, " / ".join(dict.fromkeys(found))))
-        return self._table(head, rows)
+        return markdown(head, rows)
+
+    def places(self) -> str:
+        """GPT-2's techniques alone on the base, as a rung, and what is lost without them at the top."""
+        ask, say = self.ask, self.say
+        head = [
+            say(word) for word in ("technique", "alone, on plain fp32", "as a rung", "taken out of the top")
+        ]
+        rows = []
+        for rung in (
+            "amp_bf16",
+            "fused_adamw",
+            "compile(scope=block)",
+            "cudnn_attention",
+            "batch.micro=64",
+            "cuda_graph",
+            "vocab_pad",
+            "gc_control",
+            "loader_workers",
+        ):
+            alone = ask.alone(rung) if ask.measured("alone", rung) else say("cannot run there")
+            without = (
+                ask.left_out(rung) if ask.measured("left_out", f"without {rung}") else say("cannot run there")
+            )
+            title = say("batch 64") if "micro" in rung else rung.partition("(")[0]
+            rows.append((title, alone, ask.gain("gpt2", rung), without))
+        return markdown(head, rows)
 
     def published(self) -> str:
         """The published climb beside the plan for its machine and our measurement."""
@@ -131,7 +146,7 @@ class Tables:
         rows.append(
             (say("full checkpointing"), ask.claim("checkpoint_full"), *self._three("checkpoint_full"))
         )
-        return self._table(head, rows)
+        return markdown(head, rows)
 
     def _three(self, rung: str) -> tuple[str, str, str]:
         ask = self.ask
@@ -170,7 +185,7 @@ class Tables:
                 ask.total("gpt2", "vocab_pad", True),
             ),
         ]
-        return self._table(head, rows)
+        return markdown(head, rows)
 
     def precisions(self) -> str:
         """Peaks of the datasheets and rates that the probe measured, by dtype."""
@@ -185,125 +200,15 @@ class Tables:
             rows.append(
                 (name, on_a100, ask.peak("h200-sxm", dtype), ask.matmul_rate(dtype), ask.matmul_ratio(dtype))
             )
-        return self._table(head, rows)
-
-    def kernels(self) -> str:
-        """Milliseconds forward and backward: plain, compiled, Liger, ours."""
-        say = self.say
-        head = [say("kernel"), say("plain torch"), say("compiled torch"), "Liger", "rush"]
-        rows = []
-        for op, folder, size in KERNELS:
-            cells = [self.kernel_ms(folder, op, size, who) for who in ("plain torch", *CONTENDERS)]
-            rows.append((f"`{op}`, {self.book.mark(self._size(size), 'name', '', 'size', ())}", *cells))
-        return self._table(head, rows)
-
-    def _size(self, size: str) -> str:
-        return (
-            size
-            if self.book.language == "en"
-            else size.replace("tokens", "токенов").replace("heads of", "голов по")
-        )
-
-    def kernel_ms(self, folder: str, op: str, size: str, contender: str) -> str:
-        file = f"results/{folder}/kernels.json"
-        return self.book.figure("ms", file, "a", self.kernel_place(file, op, size, contender))
-
-    def kernel_place(self, file: str, op: str, size: str, contender: str) -> tuple[str | int, ...]:
-        rows = next(one for one in source(file)["ops"] if one["op"] == op)["rows"]
-        index = next(
-            at
-            for at, row in enumerate(rows)
-            if (row["size"], row["contender"], row["step"]) == (size, contender, "both")
-        )
-        return ("ops", op, "rows", index, "time_ms", "median")
-
-    def baselines(self) -> str:
-        """Whole runs: transformers with Liger, and nanoGPT's setting, beside our recipes."""
-        say = self.say
-        head = [say(word) for word in ("run", "baseline", "ours", "ratio", "peak memory", "parity")]
-        rows = []
-        for folder, work, ours in (
-            ("models-h200", "llama-3.2-1b", "llama-3.2-1b-fast"),
-            ("models-fp8-head-h200", "llama-3.2-1b-fp8", "llama-3.2-1b-fp8, head too"),
-            ("models-h200", "gpt2-124m", "gpt2-124m-fast"),
-            ("models-gpt2-fp8-h200", "gpt2-124m", "gpt2-124m-fp8"),
-        ):
-            file = f"results/{folder}/models.json"
-            mine = next(
-                at
-                for at, one in enumerate(self.book.value(file, "workloads", work, "ours"))
-                if one["rung"]["name"] == ours
-            )
-            place = ("workloads", work, "ours", mine)
-            speed = ("tokens_per_s", "median")
-            ratio = self.book.figure("ratio", file, "a", (*place, "target", "reached"))
-            ends = [self.book.figure("ratio", file, "a", (*place, "target", "ci95", end)) for end in (0, 1)]
-            memory = [
-                self.book.figure("size", file, "a", where)
-                for where in (
-                    (*place, "rung", "peak_memory_bytes"),
-                    ("workloads", work, "rival", "peak_memory_bytes"),
-                )
-            ]
-            title = self.book.value(file, "workloads", work, "rival").get("title") or "transformers + Liger"
-            rows.append(
-                (
-                    f"`{ours.partition(',')[0]}`",
-                    f"{say(title)}: {self.book.figure('speed', file, 'a', ('workloads', work, 'rival', *speed))}",
-                    self.book.figure("speed", file, "a", (*place, "rung", *speed)),
-                    f"{ratio} ({ends[0]} {say('to')} {ends[1]})",
-                    f"{memory[0]} / {memory[1]}",
-                    say(self.book.value(file, *place, "rung", "parity", "verdict")),
-                )
-            )
-        return self._table(head, rows)
-
-    def losses(self) -> str:
-        """Losses of the first steps: the rung that parts from the others at its second step."""
-        say = self.say
-        head = [say("step"), *(self.book.mark(str(step), "name", "", "step", ()) for step in range(1, 7))]
-        rows = []
-        kinds = [(say("plain fp32"), "compile(scope=block)", "reference_losses")]
-        kinds += [(f"`{rung.partition('(')[0]}`", rung, "losses") for rung in LOSSES]
-        for name, rung, key in kinds:
-            rows.append((name, *(self.loss(rung, step, key) for step in range(1, 7))))
-        return self._table(head, rows)
-
-    def loss(self, rung: str, step: int, key: str = "losses") -> str:
-        return self.book.figure("loss", NEAREST, "a", ("rungs", rung, "parity", key, step - 1))
-
-    def grad_norm(self, rung: str, step: int) -> str:
-        key = "reference_grad_norms" if rung == "plain" else "grad_norms"
-        rung = "compile(scope=block)" if rung == "plain" else rung
-        return self.book.figure("loss", NEAREST, "a", ("rungs", rung, "parity", key, step - 1))
-
-    def nearest_gain(self, rung: str) -> str:
-        file = NEAREST
-        found = self.book.figure("change", file, "a", ("rungs", rung, "gain", "ratio"))
-        low, high = (
-            self.book.figure("change", file, "a", ("rungs", rung, "gain", "ci95", end)) for end in (0, 1)
-        )
-        return f"{found} ({low} {self.say('to')} {high})"
-
-    def nearest_memory(self, rung: str) -> str:
-        return self.book.figure("size", NEAREST, "a", ("rungs", rung, "peak_memory_bytes"))
-
-    def kernel_ratio(self, op: str, over: str, under: str) -> str:
-        """How many times one contender is as fast as another, forward and backward."""
-        folder, size = next((folder, size) for name, folder, size in KERNELS if name == op)
-        file = f"results/{folder}/kernels.json"
-        places = [self.kernel_place(file, op, size, who) for who in (under, over)]
-        return self.book.figure("ratio", file, "a / b", *places)
+        return markdown(head, rows)
 
     def _title(self, ladder: str) -> str:
         return TITLES[ladder]
 
-    def _table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-        lines = [head, ["---"] * len(head), *rows]
-        return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
-TABLES = (
-    "card", "found", "climbs", "published", "lecture", "precisions", "kernels", "baselines", "losses", "loss", "grad_norm",
-    "nearest_gain", "nearest_memory", "kernel_ratio",
-)  # fmt: skip
+TABLES = ("card", "found", "climbs", "places", "published", "lecture", "precisions")
