@@ -24,7 +24,7 @@ from tests.watch.test_watch_server import serving  # noqa: E402
 
 VIEWS = {"desktop": (1280, 900, False), "phone": (360, 740, False), "dark": (1280, 900, True)}
 CHOSEN = ("ladder-desktop", "ladder-phone", "ladder-dark", "run-desktop", "compare-desktop", "tune-desktop",
-          "plan-desktop", "watch-desktop", "watch-phone", "watch-dark")  # fmt: skip
+          "plan-desktop", "race-desktop", "watch-desktop", "watch-phone", "watch-dark")  # fmt: skip
 MOST_BYTES = 150_000
 
 

@@ -107,7 +107,7 @@ class LossGap(TypedDict, total=False):
 
 
 class DepthRecord(TypedDict, total=False):
-    """A loss, and what each contender needed to reach it, as means over seeds. Quotients are the first one's over the contender's:
+    """A loss, and what each contender needed to reach it, as means over seeds; each seed has a loss of its own. Quotients are the first one's over the contender's:
     above 1 it was there sooner, or with fewer tokens."""
 
     name: Required[str]

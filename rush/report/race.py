@@ -51,7 +51,7 @@ FORMULAS = {
     "to the same loss": "Tokens that this recipe needs for the loss, over those of the first: per cent of its steps.",
     "training time": "The sum of the step times. Warm-up steps, at the start of a leg, count with the median of the leg's other steps; what they "
     "took beyond that stands apart. Validations, samples, saves and starting are no training time.",
-    "losses of the depths": "The lowest validation loss that every run had reached after a quarter, half, three quarters and all of the tokens; "
+    "losses of the depths": "The lowest validation loss that all recipes had reached, with the same seed, after a quarter, half, three quarters and all of the tokens; "
     "between two validations by a straight line.",
     "interval": "95 %, over seeds (of gross: over legs): the bootstrap of the mean, widened by Student's distribution for their number.",
 }

@@ -81,17 +81,19 @@ def more_words(value: Quotient | None) -> str:
         low, high = sorted((100 * (ends[0] - 1), 100 * (ends[1] - 1)))
         signed = (low, high) if more >= 0 else (-high, -low)
         tail = f" ({_points(signed[0])} to {_points(signed[1])})"
+    if abs(more) < 0.05:
+        return f"the same tokens{tail}"
     return f"{_points(abs(more))}{formatting.JOIN}% {'more' if more >= 0 else 'fewer'} tokens{tail}"
 
 
 def _points(value: float) -> str:
     """Per cent with one decimal: more digits than a race measures would be noise."""
-    return f"{value:.1f}".replace("-", "−")
+    return f"{round(value, 1) + 0.0:.1f}".replace("-", "−")
 
 
-def gap_words(gap: LossGap) -> str:
-    """`+0.0120 (0.0090 to 0.0150), +0.4 %`."""
-    ends = interval(gap)
+def gap_words(gap: LossGap, *, short: bool = False) -> str:
+    """`+0.0120 (0.0090 to 0.0150), +0.40 %`; `short`: without the interval."""
+    ends = None if short else interval(gap)
     tail = f" ({_signed(ends[0])} to {_signed(ends[1])})" if ends else ""
     return f"{_signed(gap['gap'])}{tail}, {100 * gap['relative']:+.2f}{formatting.JOIN}%".replace("-", "−")
 

@@ -19,6 +19,7 @@ RECORDED = {
     "ladder": RESULTS / "llama-3.2-1b-h200",
     "tune": RESULTS / "tune-gpt2-124m-h200",
     "scale": RESULTS / "scale-h200",
+    "race": RESULTS / "race-tiny-x86",
     "kernels": RESULTS / "kernels-h200",
     "models": RESULTS / "models-h200",
     "run": REAL_RUN,

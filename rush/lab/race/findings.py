@@ -1,8 +1,8 @@
 """What a race found: time and tokens to the same loss, gross and net, the gap at equal tokens, with intervals over seeds.
 
 Gross is tokens per second; net is the time to the same loss. A recipe may be faster gross and slower net: each of its steps takes
-less time and teaches less. The losses at which time and tokens are compared are those that every run had reached after a quarter, a
-half, three quarters and all of the tokens: the last is the slowest learner's final loss.
+less time and teaches less. The losses at which time and tokens are compared are those that all contenders had reached after a
+quarter, a half, three quarters and all of the tokens, with the same seed: the last is the slowest learner's final loss.
 
 Seeds are the samples: runs with the same seed read the same text in the same order, so contenders are compared seed by seed. Few
 seeds say little, and the bootstrap alone would hide that: its interval is widened by what Student's distribution gives for their
@@ -49,28 +49,31 @@ def _same_seeds(points: dict[str, dict[int, list[RacePoint]]]) -> dict[str, dict
 
 
 def _depths(record: RaceRecord, points: Mapping[str, Points], base: str) -> list[DepthRecord]:
-    every = [run for found in points.values() for run in found.values()]
-    common = min(run[-1].tokens for run in every)
-    named: list[tuple[str, float]] = []
+    """The losses that all contenders had reached by then, seed by seed: what a seed gives or takes, it does for all."""
+    common = min(run[-1].tokens for found in points.values() for run in found.values())
+    named: list[tuple[str, dict[int, float]]] = []
     for fraction, words in FRACTIONS.items():
-        lowest = [best_until(run, fraction * common) for run in every]
-        if None not in lowest:
-            of = "of the tokens" if fraction < 1 else "tokens"
-            named.append((f"after {words} {of}", max(loss for loss in lowest if loss is not None)))
+        losses = {}
+        for seed in points[base]:
+            lowest = [best_until(found[seed], fraction * common) for found in points.values()]
+            if None not in lowest:
+                losses[seed] = max(loss for loss in lowest if loss is not None)
+        if len(losses) == len(points[base]):
+            named.append((f"after {words} {'of the tokens' if fraction < 1 else 'tokens'}", losses))
     if (goal := record.get("until_loss")) is not None:
-        named.append(("as asked for", goal))
-    places = {
-        loss: {
+        named.append(("as asked for", dict.fromkeys(points[base], goal)))
+    found = []
+    for name, losses in named:
+        places = {
             letter: {
                 seed: place
-                for seed, run in found.items()
-                if (place := reached(run, loss, starts(record, letter).get(seed))) is not None
+                for seed, run in runs.items()
+                if (place := reached(run, losses[seed], starts(record, letter).get(seed))) is not None
             }
-            for letter, found in points.items()
+            for letter, runs in points.items()
         }
-        for _, loss in named
-    }
-    return [_depth(name, loss, points, places[loss], base) for name, loss in named]
+        found.append(_depth(name, fmean(losses.values()), points, places, base))
+    return found
 
 
 def _depth(
