@@ -130,7 +130,7 @@ def _key(name: str, fingerprint: str, quick: bool) -> str:
     """What a measurement depends on: the machine, the libraries there, the kernel's and the bench's own code."""
     root = Path(rush.kernels.__file__).parent
     files = [
-        *sorted((root / name).glob("*.py")),
+        *sorted(path for path in (root / name).iterdir() if path.is_file()),
         *sorted(root.glob("*.py")),
         *sorted(path for path in (root / "cpu").iterdir() if path.is_file()),
         *sorted(Path(__file__).parent.glob("kernel_*.py")),

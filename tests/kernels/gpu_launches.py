@@ -187,6 +187,12 @@ def attend_first(dtype: torch.dtype) -> None:
     first_order_attention(q, q, q)
 
 
+def example(dtype: torch.dtype) -> None:
+    from rush.kernels.cuda_example.triton import squared_relu
+
+    both_ways(squared_relu, zeros(ROWS, 2048, dtype=dtype))
+
+
 def ways() -> None:
     from rush.explain.native.warps import Ways
 
@@ -215,6 +221,7 @@ STREAMING: dict[str, Callable[[], None]] = {
     "linear_cross_entropy fp8": eight_bit_head,
     "walks of explain": walks,
     "ways of explain": ways,
+    "example bf16": partial(example, BF16),
     "attention in the first order bf16": partial(attend_first, BF16),
     "cross_entropy bf16": partial(loss, BF16, 128256),
     "cross_entropy fp32": partial(loss, FP32, 50304),

@@ -57,6 +57,8 @@ NARROW_LOADS = {
     "geglu_forward_kernel": 0,
     "geglu_backward_kernel": 0,
     "gelu_forward_kernel": 0,
+    "squared_relu_kernel": 0,
+    "squared_relu_backward_kernel": 0,
     "gelu_backward_kernel": 0,
     "gelu_bias_grad_backward_kernel": 0,
     "concat_bias_grad_kernel": 0,

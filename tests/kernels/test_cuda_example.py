@@ -55,6 +55,29 @@ def test_it_is_as_exact_as_plain_torch(
         check_errors(mine, theirs, truth, factor, name)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dims", [(1,), (5, 13), (3, 1400)], ids=str)
+def test_the_one_in_triton_that_it_is_timed_beside_is_as_exact(
+    dims: tuple[int, ...], dtype: torch.dtype, device: str, check_errors: Check
+) -> None:
+    from rush.kernels.cuda_example.triton import squared_relu as in_triton
+
+    x = (
+        random(*dims, dtype=dtype, where=device).t()
+        if len(dims) == 2
+        else random(*dims, dtype=dtype, where=device)
+    )
+    above = random(*x.shape, dtype=dtype, where=device, seed=1)
+    mine = with_gradient(in_triton, x, above)
+    plain = with_gradient(reference.squared_relu, x, above)
+    exact = with_gradient(reference.squared_relu, x.double(), above.double())
+    for ours, theirs, truth, factor in zip(mine, plain, exact, (2.0, 3.0), strict=True):
+        check_errors(ours, theirs, truth, factor)
+    odd = in_triton(torch.tensor([math.nan, math.inf, -math.inf], device=device))
+    assert odd[0].isnan()
+    assert odd[1:].tolist() == [math.inf, 0.0]
+
+
 def test_it_reads_any_strides_and_offsets(where: str) -> None:
     wide = random(40, 33, dtype=torch.bfloat16, where=where)
     for x in (wide.t(), wide[:, 1:], wide[::2, ::3], wide.flatten()[3:], wide[:0]):

@@ -1,0 +1,52 @@
+"""How the example in C++ and CUDA is measured: beside the same in Triton, and in torch, eager and compiled.
+
+All of them are bound by memory, so what one may hope for is that they are equal: the question is whether CUDA was worth
+its lines. On a CPU the C++ side of the example is timed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rush.kernels import study
+from rush.kernels.cuda_example import cannot_build, cannot_build_cuda, reference, squared_relu
+from rush.kernels.study import Contender, Inputs, Size, Study, Target
+
+
+def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
+    return {"x": study.normal(device, 1, size["rows"], size["columns"]).to(dtype).requires_grad_()}
+
+
+def cannot_run(device: torch.device) -> str | None:
+    """CUDA source needs nvcc and ninja on the machine; the CPU's part a C++ compiler."""
+    return cannot_build_cuda() if device.type == "cuda" else cannot_build()
+
+
+def in_triton(x: Tensor) -> Tensor:
+    from rush.kernels.cuda_example.triton import squared_relu as call
+
+    return call(x)
+
+
+STUDY = Study(
+    op="cuda_example",
+    about="The squared ReLU as C++ and CUDA source built on the spot; elementwise, so it is memory-bound.",
+    bound="memory",
+    axis="columns",
+    sizes=study.MATRICES,
+    small=study.SMALL_MATRICES,
+    on_cpu=study.MATRICES_ON_CPU,
+    make=make,
+    reference=reference.squared_relu,
+    contenders=(
+        Contender("rush", "ours", squared_relu, cannot_run),
+        Contender("Triton", "baseline", in_triton, study.needs("triton")),
+        *study.torch_pair(reference.squared_relu),
+    ),
+    work=study.matrix_work(2, 3),  # read and written; then two read and one written
+    targets=(
+        Target("ceiling", ("forward", "both"), at_least=0.85),
+        Target("speed", ("forward", "both"), at_least=0.98, against="Triton"),
+    ),
+)
