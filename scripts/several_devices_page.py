@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from rush.records.ladder import LADDER  # noqa: E402
 from rush.records.plan_chart import CHARTS, PLAN_CHART  # noqa: E402
+from rush.records.race import RACE  # noqa: E402
 from rush.records.scaling import SCALE, PointRecord, ScaleRecord  # noqa: E402
 from rush.report import formatting, headlines  # noqa: E402
 from rush.report.batch_view import batch_panels, batch_view, batch_words  # noqa: E402
@@ -25,6 +26,7 @@ from rush.report.ladder import read_ladder  # noqa: E402
 from rush.report.panel_file import standalone  # noqa: E402
 from rush.report.plan_chart import chart_picture  # noqa: E402
 from rush.report.plan_words import sentences  # noqa: E402
+from rush.report.race_words import headline as race_headline  # noqa: E402
 from rush.report.scaling_words import headline, warnings  # noqa: E402
 
 PAGE = ROOT / "docs" / "several-devices.md"
@@ -40,7 +42,7 @@ def pieces(results: Path) -> dict[str, str]:
     found = {f"chart {name}": _chart(results, name) for name in CHARTS}
     found["chart batch"] += "\n" + _batch_ladders(results)
     found["studies cpu"] = _studies(sorted(results.glob(f"{CPU}*/scale.json")), CPU)
-    found["studies gpu"] = _studies(sorted(results.glob(f"{GPU}/*/scale.json")), GPU)
+    found["studies gpu"] = _studies(sorted(results.glob(f"{GPU}/*/scale.json")), GPU) + _races(results)
     return found
 
 
@@ -109,6 +111,22 @@ def _studies(records: list[Path], kind: str) -> str:
         lines += [f"**{path.parent.name}**: {record['name']} on {', '.join(map(str, record['devices']))} devices ({headlines.machine_name(record['machine'])}).", ""]  # fmt: skip
         lines += [_item(sentence) for sentence in [headline(record), *warnings(record)]]
         lines += ["", *_table(record), "", f"[Record]({_place(path)})", ""]
+    return "\n".join(lines)
+
+
+def _races(results: Path) -> str:
+    lines: list[str] = []
+    for path in sorted(results.glob(f"{GPU}/*/race.json")):
+        record = RACE.read(path)
+        lines += [
+            "",
+            f"**{path.parent.name}**",
+            "",
+            _item(race_headline(record)),
+            "",
+            f"[Record]({_place(path)})",
+            "",
+        ]
     return "\n".join(lines)
 
 
