@@ -30,7 +30,7 @@ GUIDE = ROOT / "docs" / "guide"
 Files = dict[str, tuple[str, list[Trace]]]
 
 NAMES = (
-    r"Llama[ -]3\.[12][ -]\d+B|Llama 3 8B|GPT-2(?: 124M)?|\b[AH]\d00\b|(?:fp|bf|tf|TF|NF)\d+(?!\d)|e4m3|50[, \u202f]?(?:257|304)|"
+    r"Llama[ -]3\.[12][ -]\d+B|Llama 3 8B|GPT-2(?: 124M)?|\b[AH]\d00\b|(?:fp|bf|tf|TF|NF|float)\d+(?!\d)|e4m3|50[, \u202f]?(?:257|304)|"
     r"128[, ]256|\b(?:[bB]atch|[бБ]атч\w*) \d+|(?:sequence|длин\w+) 2048|\b(?:80|24) (?:GB|ГБ)|\b95(?: %|-процент)|\b8-(?:bit|бит)|(?:multiple of|кратно\w*|"
     r"делится на) 64|2 × 4"
 )

@@ -15,6 +15,7 @@ KERNELS = (
 )
 CONTENDERS = ("compiled torch", "Liger", "rush")
 LOSSES = ("compile(scope=block)", "fused_loss", "liger")
+BENCH = "results/kernels-h200/kernels.json"
 NEAREST = "results/sft-3b-nearest-h200/ladder.json"
 
 
@@ -53,6 +54,15 @@ class Comparisons:
             if (row["size"], row["contender"], row["step"]) == (size, contender, "both")
         )
         return ("ops", op, "rows", index, "time_ms", "median")
+
+    def liger_checked(self) -> str:
+        """How many of Liger's results the bench of kernels compared with float64; all of them were right."""
+        rows = [
+            row for op in self.book.value(BENCH, "ops") for row in op["rows"] if row["contender"] == "Liger"
+        ]
+        assert all(row["correctness"]["verdict"] == "equal" for row in rows)
+        right = "row['contender'] == 'Liger' and row['correctness']['verdict'] == 'equal'"
+        return self.book.figure("whole", BENCH, f"sum({right} for op in a for row in op['rows'])", ("ops",))
 
     def baselines(self) -> str:
         """Whole runs: transformers with Liger, and nanoGPT's setting, beside our recipes."""
@@ -141,5 +151,5 @@ class Comparisons:
 
 
 COMPARISONS = (
-    "kernels", "kernel_ratio", "kernel_memory", "baselines", "losses", "loss", "grad_norm", "nearest_gain", "nearest_memory",
+    "kernels", "kernel_ratio", "kernel_memory", "liger_checked", "baselines", "losses", "loss", "grad_norm", "nearest_gain", "nearest_memory",
 )  # fmt: skip
