@@ -140,6 +140,11 @@ def _show(report: dict[str, Any], output: Path, examples: int) -> None:
         for example in stage["examples"][:examples]:
             echo(f"  {example['document']}: {example['reason']}")
             echo(f"    {_one_line(example['row'])}", dim=True)
+    for stage in (stage for stage in report["stages"] if stage.get("edited")):
+        rows_changed = f"{stage['edited']:,} document{'s' * (stage['edited'] != 1)}"
+        echo(f"\nshortened by {stage['name']}: {rows_changed} lost some of their exchanges", bold=True)
+        for example in stage["edited_examples"][:examples]:
+            echo(f"  {example['document']}: {example['reason']}")
     share = counts["kept"] / counts["read"] if counts["read"] else 0
     name = output.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".parquet")
     beside = output / "removed" if name == output.name else output.with_name(f"{name}.removed")

@@ -112,10 +112,11 @@ class Submitted:
     def finish(self) -> None:
         self.cluster.wait(
             f"the end of job {self.number}",
-            lambda: self.state not in ("PENDING", "RUNNING", "COMPLETING"),
+            lambda: self.state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY"),
             400,
         )
-        assert self.state == "COMPLETED", self.said
+        ended = self.cluster.job(self.number)
+        assert ended["JobState"] == "COMPLETED", (ended["JobState"], ended["Reason"], self.said)
 
 
 def assert_same_bits(run: Path, undisturbed: Path) -> None:

@@ -137,7 +137,7 @@ def _write_batches(path: Path, rows: Iterable[FileRow]) -> int:
     kept, writer = 0, None
     try:
         for chunk in _chunked(rows, _row_bytes()):
-            tables = [batch.take(arrow.array(offsets)) for batch, offsets in _by_batch(chunk)]
+            tables = [_rows_of(arrow, rows) for rows in _by_batch(chunk)]
             table = arrow.Table.from_batches(tables)
             writer = writer or parquet.ParquetWriter(path, table.schema)
             writer.write_table(table)
@@ -150,14 +150,22 @@ def _write_batches(path: Path, rows: Iterable[FileRow]) -> int:
     return kept
 
 
-def _by_batch(rows: list[FileRow]) -> Iterator[tuple[Any, list[int]]]:
-    batch, offsets = rows[0].batch, [rows[0].offset]
+def _rows_of(arrow: Any, rows: list[FileRow]) -> Any:
+    """Rows of one batch: as they are in it, or, of one that was changed, from their values."""
+    if rows[0].edited:
+        schema = rows[0].batch.schema
+        return arrow.RecordBatch.from_pylist([row.values for row in rows], schema=schema)
+    return rows[0].batch.take(arrow.array([row.offset for row in rows]))
+
+
+def _by_batch(rows: list[FileRow]) -> Iterator[list[FileRow]]:
+    held = rows[:1]
     for row in rows[1:]:
-        if row.batch is not batch:
-            yield batch, offsets
-            batch, offsets = row.batch, []
-        offsets.append(row.offset)
-    yield batch, offsets
+        if row.batch is not held[-1].batch or row.edited != held[-1].edited:
+            yield held
+            held = []
+        held.append(row)
+    yield held
 
 
 def schema_of(rows: list[dict[str, Any]], name: str) -> Any:

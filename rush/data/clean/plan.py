@@ -14,12 +14,14 @@ from typing import Any
 
 from rush.data.clean import counting, duplicates, filters
 from rush.data.clean.failure import RecordErrors
+from rush.data.clean.identity_filter import ApplyEdits, IdentityFilter
 from rush.data.clean.output import WriteKept
 from rush.data.clean.removal import Removals
 from rush.data.clean.row_files import Inputs
 from rush.data.clean.stages import (
     CleaningPipeline,
     ExactDuplicates,
+    Identity,
     Items,
     Language,
     NearDuplicates,
@@ -51,6 +53,10 @@ class CleaningLayout:
     def removed(self, number: int, late: bool = False) -> str:
         """Rows that a stage removed; `late`: in the pass after its statistics were merged."""
         return self.of_stage(number, "removed" if late else "unfit")
+
+    def edited(self, number: int) -> str:
+        """Rows that a stage changed."""
+        return self.of_stage(number, "edited")
 
     @property
     def unreadable(self) -> str:
@@ -91,11 +97,17 @@ def plan(
     first = Removals(layout.unreadable, examples)
     blocks = [_reader(pipeline, inputs_file, layout, (), first)]
     names = pipeline.names()
+    editing: list[Identity] = []
     for number, stage in enumerate(pipeline.stage):
         removals = Removals(layout.removed(number), examples)
         removed.append(layout.removed(number))
         if isinstance(stage, Tokens):
             blocks.append(filters.TokensFilter(stage, pipeline, removals, layout.tokenizer(number)))
+            continue
+        if isinstance(stage, Identity):
+            edits = Removals(layout.edited(number), examples) if stage.drop == "turn" else None
+            blocks.append(IdentityFilter(stage, pipeline, removals, edits))
+            editing += [stage] if edits else []
             continue
         if type(stage) in PER_DOCUMENT:
             blocks.append(PER_DOCUMENT[type(stage)](stage, pipeline, removals))
@@ -107,7 +119,8 @@ def plan(
         name = f"collecting for {names[number]}"
         steps.append(Step(name, [*blocks, *picks, RecordErrors(layout.errors), last], units))
         steps += merges
-        blocks = [_reader(pipeline, inputs_file, layout, tuple(removed), None), apply]
+        blocks = [_reader(pipeline, inputs_file, layout, tuple(removed), None)]
+        blocks += [ApplyEdits(tuple(editing)), apply] if editing else [apply]
         removed.append(layout.removed(number, late=True))
     writer = WriteKept(
         layout.parts, parquet and inputs.parquet, parquet and not inputs.parquet, layout.errors

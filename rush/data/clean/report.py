@@ -14,7 +14,7 @@ from typing import Any
 from rush.data.clean.plan import CleaningLayout
 from rush.data.clean.removal import Removed, clipped, gather
 from rush.data.clean.row_files import Inputs
-from rush.data.clean.stages import CleaningPipeline
+from rush.data.clean.stages import CleaningPipeline, Identity
 from rush.files import write_atomic, write_json_atomic
 
 REPORT = "report.json"
@@ -43,7 +43,12 @@ def write_report(
         _write_samples(folder / file, found)
         row = {"name": name, "kind": stage.kind, "documents_in": left, "removed": found.removed}
         left -= found.removed
-        stages.append(row | {"kept": left, "missing_field": found.missing, "examples": _short(found)})
+        row |= {"kept": left, "missing_field": found.missing, "examples": _short(found)}
+        if isinstance(stage, Identity) and stage.drop == "turn":
+            edited = gather([layout.edited(number)], examples)
+            _write_samples(folder / file.replace(".jsonl", "-edited.jsonl"), edited)
+            row |= {"edited": edited.removed, "edited_examples": _short(edited)}
+        stages.append(row)
     kept = sum(int(path.read_text()) for path in Path(layout.parts).glob("*.count"))
     assert kept == left, f"{kept} documents were written and {left} should be left"
     report = {

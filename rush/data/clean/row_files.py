@@ -49,6 +49,8 @@ class FileRow:
     line: bytes | None = None
     batch: Any = None
     offset: int = 0
+    edited: bool = False
+    """Whether a stage changed the values: the line or the batch no longer hold them."""
 
 
 @dataclass(slots=True)

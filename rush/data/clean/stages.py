@@ -108,6 +108,20 @@ class Regex(StagePart):
         return self
 
 
+class Identity(StagePart):
+    """Answers that claim to be another maker's model, in the first person."""
+
+    kind: Literal["identity"]
+    field: Annotated[str, Field(min_length=1)] = "messages"
+    """A conversation, or the text of an answer."""
+    own: list[Annotated[str, Field(min_length=1)]] = []
+    """Names and makers that answers may claim."""
+    also: list[Annotated[str, Field(min_length=2)]] = []
+    """Further names and makers that they may not."""
+    drop: Literal["row", "turn"] = "row"
+    """Remove the row, or only the exchange with the claim; a row without another answer goes in any case."""
+
+
 class ExactDuplicates(StagePart):
     """Documents equal to an earlier one in `fields` (["*"]: the whole row)."""
 
@@ -130,7 +144,7 @@ class NearDuplicates(StagePart):
 
 
 Stage = Annotated[
-    Words | Tokens | Items | RareItems | Language | Regex | ExactDuplicates | NearDuplicates,
+    Words | Tokens | Items | RareItems | Language | Regex | Identity | ExactDuplicates | NearDuplicates,
     Field(discriminator="kind"),
 ]
 KINDS: dict[str, type[StagePart]] = {
@@ -140,6 +154,7 @@ KINDS: dict[str, type[StagePart]] = {
     "rare_items": RareItems,
     "language": Language,
     "regex": Regex,
+    "identity": Identity,
     "exact_duplicates": ExactDuplicates,
     "near_duplicates": NearDuplicates,
 }
