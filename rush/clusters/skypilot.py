@@ -78,7 +78,7 @@ def task_file(job: Job, sky: Sky) -> str:
             "a task file is written with PyYAML, which is not installed; pip install pyyaml."
         ) from None
 
-    class Dumper(yaml.SafeDumper):
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
         """Scripts as blocks that a person can read."""
 
     def text(dumper: Any, value: str) -> Any:
