@@ -100,7 +100,7 @@ BUNDLE_PLATFORMS ?= manylinux2014_x86_64 manylinux_2_24_x86_64 manylinux_2_28_x8
 BUNDLE_PYTHON    ?= 3.12
 BUNDLE_CUDA      ?= 130
 BUNDLE_PACKAGES  ?= pydantic pydantic-core typer annotated-types annotated-doc typing-inspection typing-extensions shellingham click rich pytest-timeout pytest-xdist execnet \
-                    liger-kernel cut-cross-entropy torchao bitsandbytes
+                    liger-kernel cut-cross-entropy torchao bitsandbytes trl datasets dill multiprocess xxhash
 bundle: ## gather the wheels an offline GPU machine lacks into bundle/
 	rm -rf bundle
 	PIP_CONSTRAINT=$(CURDIR)/locks/cuda.txt $(PYTHON) -m pip install --quiet --target bundle --no-deps --no-compile --only-binary=:all: \

@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 
 from rush.bench.baseline_adapters import quantized_model, weights_in_words, with_adapters
+from rush.bench.baseline_preferences import library_preference, real_tokens
 from rush.data import Batch
-from rush.data.batch import IGNORED
 from rush.data.packing import Pad
-from rush.data.row_tensors import PADDING_TOKEN
 from rush.errors import MachineError, RecipeError
 from rush.hardware import Machine
 from rush.hub.config import config_from_shape
@@ -40,6 +39,7 @@ from rush.recipe_io import parse
 from rush.techniques import Pass
 from rush.training.build import Run
 from rush.training.corpus import open_corpus
+from rush.training.objectives import NextToken, Objective
 from rush.training.optimizer import build_optimizer
 
 INTERESTING = (
@@ -62,6 +62,7 @@ LIBRARIES = {
     "liger_kernel": "liger-kernel",
     "peft": "peft",
     "bitsandbytes": "bitsandbytes",
+    "trl": "trl",
 }
 """Modules, and what they are called where they are installed from."""
 EXTRAS = {
@@ -89,7 +90,10 @@ class BaselineOptions:
     """The blocks' frozen linear layers in bitsandbytes' NF4."""
     checkpointing: bool = False
     autocast: bool = False
-    """Passes under bf16 autocast, as the library's trainer runs them where adapters are fp32."""
+    """Passes under bf16 autocast, as the library's trainer runs them where weights or adapters are fp32."""
+    preferences: str | None = None
+    """Whose DPO loss: `trl` (its DPOTrainer), `written` (the same written out), or in a workload's table `auto`: TRL's where it is
+    installed."""
 
     @property
     def needs(self) -> list[str]:
@@ -98,6 +102,7 @@ class BaselineOptions:
             "liger_kernel": self.with_liger,
             "peft": self.rank is not None,
             "bitsandbytes": self.quantized,
+            "trl": self.preferences == "trl",
         }
         return [name for name, needed in wanted.items() if needed]
 
@@ -113,6 +118,8 @@ def measure_baseline(spec: Mapping[str, Any], result: Any) -> None:
     run = build_baseline(recipe, machine, options)
     result.took("build", began)
     result.add(versions=_versions(options), weights=weights_in_words(run.model))
+    # References of preferences, from the baseline's own first weights.
+    corpus = corpus.ready_for(run, None, None) if options.preferences else corpus
     with corpus.loader(recipe, run.loader_options) as loader:
         began = time.monotonic()
         result.add(timing=time_steps(run, loader, Timing(**spec["timing"])))
@@ -128,7 +135,10 @@ def measure_baseline(spec: Mapping[str, Any], result: Any) -> None:
 
 
 def _need(options: BaselineOptions) -> None:
-    if missing := [name for name in options.needs if find_spec(name) is None]:
+    missing = [name for name in options.needs if find_spec(name) is None]
+    if "trl" in missing:
+        raise MachineError("the baseline needs trl; install it with pip install trl.")
+    if missing:
         extras = ",".join(dict.fromkeys(EXTRAS[name] for name in missing))
         raise MachineError(
             f"the baseline needs {' and '.join(missing)}; install it with "
@@ -152,16 +162,24 @@ def build_baseline(recipe: Recipe, machine: Machine, options: BaselineOptions) -
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     fused = {"fused": True} if device.type == "cuda" else {}
     optimizer = build_optimizer(recipe, model, torch.optim.AdamW, fused)
-    padded = recipe.objective.kind == "sft"
     autocast = torch.bfloat16 if options.autocast else None
-    wrapped: list[Any] = [lambda plain: baseline_pass(model, padded=padded, autocast=autocast)]
+    padded = recipe.objective.kind in ("sft", "dpo")
     loader: dict[str, Any] = {"packing": Pad(0)} if padded else {}
+    objective: Objective = NextToken()
+    wrapped: list[Any] = [lambda plain: baseline_pass(model, padded=padded, autocast=autocast)]
+    if options.preferences:
+        bf16, checkpointing = options.autocast, options.checkpointing
+        objective = library_preference(
+            model, recipe, options.preferences, bf16=bf16, checkpointing=checkpointing
+        )
+        wrapped = []
     return Run(
         recipe,
         machine,
         device,
         model,
         optimizer=optimizer,
+        objective=objective,
         autocast_dtype=autocast,
         loader_options=loader | ({"pin": True} if device.type == "cuda" else {}),
         pass_wrappers=wrapped,
@@ -219,12 +237,6 @@ def baseline_pass(model: Any, *, padded: bool = False, autocast: torch.dtype | N
         return loss.float()
 
     return run
-
-
-def real_tokens(batch: Batch) -> Tensor:
-    """The attention mask of rows filled up at their ends: 1 up to the last token that is none of the filling."""
-    real_bt = (batch.tokens_bt != PADDING_TOKEN) | (batch.labels_bt != IGNORED)
-    return real_bt.long().flip(1).cummax(1).values.flip(1)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from rush.bench.baseline_preferences import WRITTEN_OUT, trl_missing
 from rush.bench.baseline_run import BaselineOptions
 from rush.errors import RecipeError, nearest
 from rush.lab.ladder.ladder_file import MeasureConfig, ParityConfig, change
@@ -143,7 +144,11 @@ def _baseline(
         raise RecipeError(f"workloads.{name}.baseline.kind is {kind!r}; {nearest(kind, KINDS)}")
     options = {field.name: table[field.name] for field in fields(BaselineOptions) if field.name in table}
     plain: dict[str, Any] = {"techniques": []} if kind == "transformers" else {}
-    return BaselineSpec(table["title"], kind, recipe({**table, **plain}), options)
+    title = str(table["title"])
+    if options.get("preferences") == "auto":
+        options["preferences"] = "written" if trl_missing() else "trl"
+        title = WRITTEN_OUT if trl_missing() else title
+    return BaselineSpec(title, kind, recipe({**table, **plain}), options)
 
 
 def _ours(

@@ -33,7 +33,7 @@ from rush.models.fingerprints import fingerprint
 from rush.parallel.sharded import full_tensor, reshard
 from rush.training.build import Run, build
 from rush.training.objectives import Preference
-from rush.training.objectives.preference import log_probabilities, needs_reference
+from rush.training.objectives.preference import needs_reference
 
 Values = npt.NDArray[np.float32]
 Show = Callable[[int, int], None]
@@ -165,9 +165,11 @@ def _answers(rows: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
 
 def _of_batch(run: Run, layout: BatchLayout, rows: list[npt.NDArray[np.int64]]) -> Values:
     batch = layout.batch(rows)
-    run.objective.units(batch)  # refuses data without pairs, before hours are spent on it
+    objective = run.objective
+    assert isinstance(objective, Preference)
+    objective.units(batch)  # refuses data without pairs, before hours are spent on it
     with run.in_step(), run.autocast():
-        logp_b = log_probabilities(run.model, batch.to(run.device)).float().cpu()
+        logp_b = objective.answers(run.model, batch.to(run.device)).float().cpu()
     chosen, rejected = logp_b.chunk(2)
     result: Values = torch.cat((chosen[: len(rows)], rejected[: len(rows)])).numpy()
     if not np.isfinite(result).all():

@@ -19,13 +19,8 @@ from rush.bench.baseline_adapters import (
     weights_in_words,
     with_adapters,
 )
-from rush.bench.baseline_run import (
-    BaselineOptions,
-    baseline_model,
-    baseline_pass,
-    build_baseline,
-    real_tokens,
-)
+from rush.bench.baseline_preferences import real_tokens
+from rush.bench.baseline_run import BaselineOptions, baseline_model, baseline_pass, build_baseline
 from rush.data import Batch
 from rush.data.batch import IGNORED
 from rush.data.conversations import DocumentSet

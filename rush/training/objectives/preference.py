@@ -135,6 +135,10 @@ class Preference:
         self._note(pairs, judged, real_n)
         return torch.where(real_n, judged.loss_n, 0.0).sum()
 
+    def answers(self, model: nn.Module, batch: Batch) -> Tensor:
+        """What a model gives the answers of a batch [b], as the reference is computed before training."""
+        return log_probabilities(model, batch)
+
     def pairs(self, model: nn.Module, batch: Batch) -> tuple[Pairs, Tensor]:
         """What model and reference give the pairs of a batch, and which of them are real."""
         tokens_b = (batch.labels_bt != IGNORED).sum(1)
