@@ -49,7 +49,7 @@ class Tables:
         ]
         rows.append((self.say("planner, A100"), "; ".join(plans)))
         head = (
-            technique or self.say("batch"),
+            _breakable(technique) if technique else self.say("batch"),
             self.say("speed over the rung before; verdict; memory"),
         )
         return markdown(head, [(f"**{name}**", text) for name, text in rows])
@@ -82,7 +82,13 @@ class Tables:
             found = [
                 self.ask.verdict(ladder, rung) for ladder, rung in (("llama", llama), ("gpt2", gpt2)) if rung
             ]
-            rows.append((self.say(name) if " " in name else name, *cells, " / ".join(dict.fromkeys(found))))
+            rows.append(
+                (
+                    self.say(name) if " " in name else _breakable(name),
+                    *cells,
+                    " / ".join(dict.fromkeys(found)),
+                )
+            )
         return markdown(head, rows)
 
     def places(self) -> str:
@@ -107,7 +113,7 @@ class Tables:
             without = (
                 ask.left_out(rung) if ask.measured("left_out", f"without {rung}") else say("cannot run there")
             )
-            title = say("batch 64") if "micro" in rung else rung.partition("(")[0]
+            title = say("batch 64") if "micro" in rung else _breakable(rung.partition("(")[0])
             rows.append((title, alone, ask.gain("gpt2", rung), without))
         return markdown(head, rows)
 
@@ -209,6 +215,11 @@ class Tables:
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def _breakable(name: str) -> str:
+    """A name that a phone's table may break after an underscore."""
+    return name.replace("_", "_<wbr>")
 
 
 TABLES = ("card", "found", "climbs", "places", "published", "lecture", "precisions")
