@@ -11,6 +11,7 @@ import typer
 
 from rush.cli.options import Device, ExtraTechniques, Json
 from rush.cli.output import note, print_json, print_table
+from rush.records.step_gap import parity_words
 from rush.records.targets import target_word
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ def _model_row(rung: RungRecord, target: dict[str, Any] | None, *, primary: bool
         rung["title"] + ("" if primary else " (secondary)"),
         f"{speed['median']:,.0f} ± {(speed['ci95'][1] - speed['ci95'][0]) / 2:,.0f}" if speed else "-",
         f"{memory / 2**30:.1f} GiB" if memory else "-",
-        parity["verdict"] if parity else "",
+        parity_words(parity) if parity else "",
     ]
     if target is None:
         return [*row, "", "", "baseline" if speed else f"{rung['status']}: {rung['reason']}"[:80]]

@@ -24,6 +24,7 @@ from rush.cli.output import folded, next_step, note, print_json, say
 from rush.ready import short_name
 from rush.records.gains import judge, over_original
 from rush.records.life import life_words
+from rush.records.step_gap import parity_words
 from rush.records.tune import PLANNED, TuneRecord, judged_again, proved, short_names
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def summary(record: TuneRecord) -> str:
     assert winner is not None
     parity = winner["parity"]
     proof = (
-        f"parity with plain fp32: {parity['verdict']} over {parity['steps']} steps"
+        f"parity with plain fp32: {parity_words(parity)} over {parity['steps']} steps"
         if parity
         else "not proved, because no time was left; give a larger --budget"
     )

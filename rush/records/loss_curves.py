@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rush.records.step_gap import more_steps, more_steps_words
+
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -91,6 +93,8 @@ class ParityVerdict(NamedTuple):
     """One of `MEASURED`, or None."""
     gap: float | None = None
     """Difference of the mean loss over the second half of the steps, relative to the decrease of the loss."""
+    more_steps: float | None = None
+    """The same in steps: the fraction more of them that the loss of the reference takes."""
 
 
 def step_differences(
@@ -160,6 +164,7 @@ def compare_curves(
     room = _room(reference, perturbed)
     off = abs(_later(losses) - _later(reference))
     gap = off / room.learned if room.learned else None
+    more = more_steps(losses, reference)
     equal = off <= room.allowed
     why = (
         f"from {reference[0]:.3f} the loss went to {_later(losses):.3f} (mean of the second half) against "
@@ -173,11 +178,14 @@ def compare_curves(
                 f"in the {name} quarter of the steps the loss is {ours:.3f} against {plain:.3f}: off by {behind:.1e}, beyond the "
                 f"tolerance of {allowed:.1e}"
             )
-            return ParityVerdict("different", behind, allowed, why, gap=gap)
+            return ParityVerdict(
+                "different", behind, allowed, f"{why}; {more_steps_words(more)}", gap=gap, more_steps=more
+            )
     if equal and off > room.own and room.unsteady:
         why += f", but only because plain fp32 from rounded weights is off by {room.perturbed:.1e} itself: too unsteady to judge"
-        return ParityVerdict("not judged", off, room.allowed, why, gap=gap)
-    return ParityVerdict("equal" if equal else "different", off, room.allowed, why, gap=gap)
+        return ParityVerdict("not judged", off, room.allowed, why, gap=gap, more_steps=more)
+    why += f"; {more_steps_words(more)}"
+    return ParityVerdict("equal" if equal else "different", off, room.allowed, why, gap=gap, more_steps=more)
 
 
 def _relative(value: float, reference: float) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rush.records.gains import TIGHT
+from rush.records.step_gap import more_steps
 from rush.report import formatting
 from rush.report.ladder import LadderView, ParityView, RungView
 from rush.report.lenient import Json, shown, text, whole
@@ -216,7 +217,7 @@ def _steps_s(rung: RungView) -> float:
 
 
 def finest_words(parity: ParityView) -> str:
-    """The finest test that a rung passed, whatever was promised; with the gap where only the curve agrees."""
+    """The finest test that a rung passed, whatever was promised; with the gap, also in per cent of steps, where only the curve agrees."""
     if parity.measured is None:
         return ""
     gap = (
@@ -224,7 +225,17 @@ def finest_words(parity: ParityView) -> str:
         if parity.measured == "statistical" and parity.gap is not None
         else ""
     )
-    return f"Finest test passed: {parity.measured}{gap}."
+    more = (
+        more_steps(parity.losses, parity.reference_losses)
+        if parity.measured == "statistical" and parity.losses
+        else None
+    )
+    steps = (
+        f": {100 * abs(more):.1f} % {'more' if more >= 0 else 'fewer'} steps for the same loss"
+        if more is not None
+        else ""
+    )
+    return f"Finest test passed: {parity.measured}{gap}{steps}."
 
 
 def disturbed_words(rung: RungView) -> str:

@@ -14,6 +14,7 @@ from rush.records.ladder import RungRecord
 from rush.records.life import life_words
 from rush.records.models import MODELS, LongestRecord, ModelRecord, WorkloadRecord, read_models, verdicts_of
 from rush.records.parity import parity_again, parity_verdict
+from rush.records.step_gap import parity_words
 from rush.records.targets import target_word
 from rush.report import bars, formatting, headlines
 from rush.report.kernels import TONES, reached_of
@@ -46,6 +47,7 @@ def model_page(record: ModelRecord) -> str:
         "models.html",
         title="Whole runs",
         parity_again=parity_again,
+        parity_words=parity_words,
         record=record,
         machine=headlines.machine_name(record["machine"]),
         machine_rows=flattened(record["machine"]) + flattened(record.get("ceilings") or {}, "ceilings"),

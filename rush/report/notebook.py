@@ -10,6 +10,7 @@ from markupsafe import Markup
 from rush.records.gains import over_original
 from rush.records.metrics import MetricsRow
 from rush.records.start import StartRecord
+from rush.records.step_gap import parity_words
 from rush.records.tune import TuneRecord, judged_again, proved
 from rush.report import formatting
 from rush.report.axes import Frame, x_axis, y_axis
@@ -72,7 +73,7 @@ def tune_html(record: TuneRecord) -> str:
         "winner": winner["what"],
         "speed": over_original(gain) or formatting.MISSING,
         "peak memory": formatting.size(winner["peak_memory_bytes"]),
-        "parity with plain fp32": parity["verdict"] if parity else "not proved",
+        "parity with plain fp32": parity_words(parity) if parity else "not proved",
     }
     return str(figures(facts))
 

@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from rush.files import write_atomic
 from rush.records.gains import judge
+from rush.records.step_gap import gap_in_steps, parity_words
 from rush.records.tune import TUNE, CandidateRow, TuneRecord, judged_again, proved, read_tune, short_names
 from rush.report import formatting, headlines
 from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
@@ -70,6 +71,7 @@ def tune_page(record: TuneRecord) -> str:
         names=short_names(rows),
         tones=TONES,
         beside_words=beside_words,
+        parity_words=parity_words,
         used=[state for state in TONES if any(row["state"] == state for row in rows)],
     )
 
@@ -97,8 +99,9 @@ def proof_words(winner: Mapping[str, Any]) -> str:
     found = parity["verdict"] if parity else None
     if parity and parity.get("class") == "CHANGES":
         found = "changes"
+    gap = gap_in_steps(parity)
     proof = {
-        "equal": "learns the same as plain fp32",
+        "equal": "learns the same as plain fp32" + (f" ({gap} for the same loss)" if gap else ""),
         "changes": "what it learns differs by design",
         "different": "does not learn the same as plain fp32",
         None: "not held against plain fp32",

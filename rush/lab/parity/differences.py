@@ -199,7 +199,13 @@ def in_timed_steps(
     if twin is not None:
         compared = min(compared, len(twin))
     judged = compare_curves(losses[:compared], curve["losses"][:compared], twin and twin[:compared])
-    told |= {"compared": compared, "verdict": judged.verdict, "gap": judged.gap, "why": judged.why}
+    told |= {
+        "compared": compared,
+        "verdict": judged.verdict,
+        "gap": judged.gap,
+        "more_steps": judged.more_steps,
+        "why": judged.why,
+    }
     if judged.verdict == "different":
         found.append(Difference(OTHER_CURVE, f"over the {compared} timed steps {judged.why}"))
     return found, told

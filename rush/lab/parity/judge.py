@@ -127,6 +127,7 @@ def parity_of(
         "class": promise.name,
         "measured": judged.measured,
         "gap": judged.gap,
+        "more_steps": judged.more_steps,
         "tolerance": judged.tolerance,
         "worst": judged.worst if judged.worst is None or math.isfinite(judged.worst) else None,
         "steps": len(tried["losses"]),

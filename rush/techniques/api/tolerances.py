@@ -34,6 +34,7 @@ from rush.records.loss_curves import (
     growth,
     step_differences,
 )
+from rush.records.step_gap import more_steps_words
 from rush.techniques.api.contract import Parity
 
 GRADIENT_PER_ROUNDING = 25.6
@@ -104,7 +105,9 @@ def judge(
             promised = close  # the finer test
         elif beyond is not None and curve.verdict == "equal":
             promised = beyond
-    return promised._replace(measured=measured, gap=curve.gap)
+    if parity is Parity.STATISTICAL and promised is close:
+        promised = promised._replace(why=f"{promised.why}; {more_steps_words(curve.more_steps)}")
+    return promised._replace(measured=measured, gap=curve.gap, more_steps=curve.more_steps)
 
 
 def _beyond(errors: Mapping[str, float], tolerance: float) -> ParityVerdict | None:
