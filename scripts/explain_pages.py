@@ -2,15 +2,17 @@
 H200 in docs/explain/h200.
 
 python scripts/explain_pages.py             write the pages
-python scripts/explain_pages.py --measure   measure every topic again first: two minutes, on a quiet CPU
+python scripts/explain_pages.py --measure   measure every topic again first: four minutes, on a quiet CPU
+python scripts/explain_pages.py --measure links cpu-gpu    these topics only
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from rush.explain import ExplainSettings, topics
+from rush.explain import ExplainSettings, find, topics
 from rush.explain.markdown import index, page
 from rush.explain.page import picture
 from rush.explain.records import Explanation, explain, make, read
@@ -41,10 +43,10 @@ def _explained(folder: Path) -> list[Explanation]:
     return [explain(read(path)) for path in sorted((folder / "records").glob("*.json"))]
 
 
-def measure(folder: Path) -> None:
+def measure(folder: Path, names: Sequence[str] = ()) -> None:
     machine = probe("cpu")
     cores = machine.cpu.num_threads
-    for topic in topics().values():
+    for topic in [find(name) for name in names] or topics().values():
         record = make(topic, ExplainSettings(machine, "cpu"))
         # Whose machine it was is nobody's business; what kind is.
         record["machine"]["summary"] = f"a {NUMBERS.get(cores, cores)}-core CPU machine"
@@ -54,6 +56,6 @@ def measure(folder: Path) -> None:
 
 if __name__ == "__main__":
     if "--measure" in sys.argv[1:]:
-        measure(DOCS)
+        measure(DOCS, sys.argv[sys.argv.index("--measure") + 1 :])
     for name, content in pages(DOCS).items():
         (DOCS / name).write_text(content, encoding="utf-8")

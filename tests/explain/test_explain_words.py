@@ -223,6 +223,8 @@ def test_links_finds_latency_and_bandwidth_and_extrapolates_by_them() -> None:
     # GPT-2 has 124,439,808 parameters of 4 bytes.
     assert f"{units.duration(4 * 124_439_808 / 1e9)} for GPT-2 124M" in text
     assert "Copies between host and device were not measured" in text
+    rate = 2**24 / (2e-6 + 2**24 / 8e9)
+    assert f"flows at {units.bandwidth(rate)} for {units.size(2**24)}." in text
     assert "No latency shows" in said("links", made_up.links(latency_s=0.0))
 
 
