@@ -285,17 +285,20 @@ def run_ladder(
     *overrides: str,
     out: str | Path | None = None,
     view: str = "cumulative",
+    race: int | None = None,
     techniques: Sequence[str | Path] = (),
     watch: LadderWatch | None = None,
     note: Note = _quiet,
 ) -> LadderResult:
     """Measure a ladder (`here`: the one for this machine), or resume the one in `out`; writes its record, its report and the
-    recipes it leads to.
+    recipes it leads to. `race`: afterwards race every STATISTICAL rung over so many tokens, for its net beside its gain.
     """
     from rush.lab.ladder.climb import climb
     from rush.lab.ladder.here import HERE, ladder_here
     from rush.lab.ladder.ladder_file import load_ladder
     from rush.lab.ladder.proven import write_proven
+    from rush.lab.race.pair import race_rungs
+    from rush.records.ladder import write_ladder
 
     if view not in VIEWS:
         raise RecipeError(f"--view is {view!r}; allowed: {', '.join(VIEWS)}.")
@@ -315,6 +318,8 @@ def run_ladder(
                 watch=watch or (lambda progress: None),
                 note=note,
             )
+            record = race_rungs(record, folder, race, techniques=[str(file) for file in files], note=note)
+            write_ladder(folder, record)
     except KeyboardInterrupt:
         for page in pages:  # what is measured so far, and the page says so
             with suppress(RushError):
@@ -437,18 +442,21 @@ def tune_recipe(
     price: float | None = None,
     keep_speed: float = 0.8,
     beside: Sequence[str] = (),
+    to_loss: int | None = None,
     techniques: Sequence[str | Path] = (),
     out: str | Path | None = None,
     watch: TuneWatch | None = None,
     note: Note = _quiet,
 ) -> TunedRecipe:
-    """Search for the fastest recipe on this machine within a budget of time, or resume the search in `out`.
+    """Search for the fastest recipe on this machine within a budget of time, or resume the search in `out`. `to_loss`: afterwards
+    race the winner with the unchanged recipe over so many tokens.
 
     `allow` names the parity classes of techniques to try. Writes the record, the winner's recipe and a report.
     """
     from rush.report.tune import write_tune_report
     from rush.tune.budget import seconds
     from rush.tune.goal import OBJECTIVES, Goal, parity_classes
+    from rush.tune.net import check_race, race_winner
     from rush.tune.record import Request
     from rush.tune.tuning import tune
 
@@ -465,9 +473,13 @@ def tune_recipe(
     folder = Path(out) if out is not None else Path("runs") / f"tune-{name}"
     request = Request(name, chosen, Goal(objective, keep_speed), classes, budget_s, price, others)
     with _own(techniques) as files:
+        if to_loss is not None:
+            check_race(request, to_loss)
         record = tune(
             request, folder, extra_techniques=files, watch=watch or (lambda record, doing: None), note=note
         )
+        if to_loss is not None:
+            record = race_winner(request, record, folder, to_loss, techniques=files, note=note)
     write_tune_report(folder / "tune.json", folder / "report.html")
     return TunedRecipe(record, folder)
 

@@ -39,6 +39,15 @@ def ladder(
     view: Annotated[
         str, typer.Option(help="cumulative, alone, left_out, or all three with their interactions.")
     ] = "cumulative",
+    race: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Afterwards race every rung of class STATISTICAL with the rung before it over so many tokens, with three seeds: its net "
+            "beside its gain.",
+            min=1,
+        ),
+    ] = None,
     technique: ExtraTechniques = None,
     json: Json = False,
 ) -> None:
@@ -56,6 +65,8 @@ def ladder(
       rush ladder llama-3.2-1b --out results/llama-1b --view all
 
       rush ladder tiny measure.processes=5 batch.micro=4
+
+      rush ladder gpt2-124m --race 20000000
     """
     changes = list(overrides or [])
     if name is None:
@@ -76,7 +87,9 @@ def ladder(
     notes = (lambda text: None) if json else note
     own = technique or []
     with resumable(folder), _watching(quiet=json) as watch:
-        ladder = run_ladder(name, *changes, out=folder, view=view, techniques=own, watch=watch, note=notes)
+        ladder = run_ladder(
+            name, *changes, out=folder, view=view, race=race, techniques=own, watch=watch, note=notes
+        )
     if json:
         print_json(ladder.record)
         return

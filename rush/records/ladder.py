@@ -13,6 +13,7 @@ from pydantic import AfterValidator, SkipValidation, TypeAdapter
 from typing_extensions import TypedDict
 
 from rush.records.life import RecordedLife
+from rush.records.race import NetRecord
 from rush.records.typed import Measurement, RecordFile, having, one_of
 
 FORMAT = 1
@@ -87,6 +88,8 @@ class RungRecord(TypedDict, total=False):
     """None (or missing) where no process was."""
     gain: SkipValidation[GainRecord | None]
     total_gain: SkipValidation[GainRecord | None]
+    net: SkipValidation[NetRecord | None]
+    """What a race with the rung that the gain is over said; missing where there was none."""
     claim: SkipValidation[dict[str, Any] | None]
     verdict: Required[Annotated[str, one_of(*VERDICTS)]]
 

@@ -20,6 +20,7 @@ STATUSES = ("waiting", "running", "ok", "reached", "diverged", "failed", "killed
 again when the race is resumed."""
 ENDED = ("ok", "reached", "diverged", "failed")
 Positive = Annotated[int, Field(gt=0)]
+Interval = Annotated[list[float], Field(min_length=2, max_length=2)]
 
 
 class RaceContender(TypedDict, total=False):
@@ -91,7 +92,7 @@ class Quotient(TypedDict, total=False):
     """A ratio over seeds: the geometric mean, with an interval where there are several."""
 
     ratio: Required[float]
-    ci95: SkipValidation[list[float] | None]
+    ci95: Interval | None
     samples: Required[list[float]]
 
 
@@ -100,7 +101,7 @@ class LossGap(TypedDict, total=False):
 
     tokens: Required[int]
     gap: Required[float]
-    ci95: SkipValidation[list[float] | None]
+    ci95: Interval | None
     samples: Required[list[float]]
     relative: SkipValidation[float]
     """To the first one's loss."""
@@ -130,6 +131,21 @@ class RaceFinding(TypedDict, total=False):
     more_tokens: Required[Quotient | None]
     """This one's tokens to the same loss over the first one's, at the last depth: 1.03 is 3 % more."""
     gaps: Required[list[LossGap]]
+
+
+class NetRecord(TypedDict, total=False):
+    """What a race says about a rung or a winner, as their records keep it."""
+
+    verdict: str
+    against: str
+    tokens: int
+    seeds: int
+    gross: Quotient | None
+    net: Quotient | None
+    more_tokens: Quotient | None
+    gap: LossGap | None
+    race: str
+    """The folder of the race."""
 
 
 class RaceRecord(TypedDict, total=False):

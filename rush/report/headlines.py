@@ -225,11 +225,10 @@ def finest_words(parity: ParityView) -> str:
         if parity.measured == "statistical" and parity.gap is not None
         else ""
     )
-    more = (
-        more_steps(parity.losses, parity.reference_losses)
-        if parity.measured == "statistical" and parity.losses
-        else None
+    losses, plain = (
+        [one for one in curve if one is not None] for curve in (parity.losses, parity.reference_losses)
     )
+    more = more_steps(losses, plain) if parity.measured == "statistical" else None
     steps = (
         f": {100 * abs(more):.1f} % {'more' if more >= 0 else 'fewer'} steps for the same loss"
         if more is not None

@@ -7,12 +7,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, AliasPath, BeforeValidator, Field, PlainValidator, TypeAdapter
+from pydantic import (
+    AfterValidator,
+    AliasPath,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+)
 
 from rush.records import ladder
 from rush.records.gains import Judgement, judge, judged_again
 from rush.records.life import life_words
 from rush.records.parity import parity_again
+from rush.records.race import NetRecord
 from rush.report import lenient
 from rush.report.lenient import Json, items, shown, table, text, word
 
@@ -103,6 +112,17 @@ def _life(value: Json) -> Json:
     return {**row, "description": (text(life_words(row)) or "").rstrip(".")} if row.get("verdict") else value
 
 
+def _net(value: Json) -> NetRecord | None:
+    """The net of a rung; nothing where it is not what it should be."""
+    try:
+        return _NET.validate_python(value, strict=True)
+    except ValidationError:
+        return None
+
+
+_NET = TypeAdapter(NetRecord)
+
+
 @dataclass(frozen=True)
 class ClaimView:
     metric: lenient.Word
@@ -178,6 +198,8 @@ class RungView:
     parity: lenient.OrNone[ParityView] = None
     life: lenient.OrNone[Annotated[LifeView, BeforeValidator(_life)]] = None
     """None where it was not tried, as in records of earlier versions."""
+    net: Annotated[Any, PlainValidator(_net)] = None
+    """What a race said; None where there was none."""
     disturbed: lenient.OrNone[DisturbedView] = None
     gain: lenient.OrNone[lenient.Bounded[GainView]] = None
     total_gain: lenient.OrNone[lenient.Bounded[GainView]] = None

@@ -28,6 +28,7 @@ from rush.report.batch_view import batch_panels, batch_view, batch_words
 from rush.report.ladder import LadderView, RungView, read_ladder
 from rush.report.lenient import Json, real, shown, text
 from rush.report.panel_svg import pictures
+from rush.report.race_words import net_words
 from rush.report.svg import tag
 from rush.report.symbols import SIGNS
 
@@ -87,6 +88,7 @@ def report_page(ladder: LadderView) -> str:
         claim_axis=claim_axis,
         claims=checked,
         lines=_recipe_lines(ladder),
+        net_words=net_words,
         used_verdicts=[name for name in headlines.VERDICTS if any(r.verdict == name for r in ladder.able)],
     )
 

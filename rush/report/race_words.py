@@ -8,7 +8,7 @@ from typing import Any
 from rush.records.gains import judge
 from rush.records.race import LossGap, Quotient, RaceFinding, RaceRecord
 from rush.records.race_curves import contender_of, interval, leg_time
-from rush.report import formatting, headlines
+from rush.report import formatting
 
 CROWDED = 1.5
 """Load average per core above which other processes disturbed the legs; a run on a CPU makes about one itself."""
@@ -64,6 +64,17 @@ def finding_words(record: RaceRecord, finding: RaceFinding) -> str:
     if finding["more_tokens"]:
         parts.append(f"{more_words(finding['more_tokens'])} to the same loss")
     return f"{said}; {', '.join(parts)}."
+
+
+def net_words(row: Any) -> str:
+    """The net of a rung or winner in a sentence: `net ×1.30 (1.21 to 1.40) over 123k tokens, 3 seeds: sooner; …`; empty without one."""
+    if not isinstance(row, Mapping) or not row.get("net"):
+        return ""
+    seeds = formatting.plural(int(row.get("seeds") or 1), "seed")
+    return (
+        f"Net {quotient_words(row['net'])} to the same loss ({row.get('verdict')}; a race with {row.get('against')} over "
+        f"{formatting.si(row.get('tokens'))} tokens, {seeds}), gross {quotient_words(row.get('gross'))}, {more_words(row.get('more_tokens'))}."
+    )
 
 
 def quotient_words(value: Mapping[str, Any] | None) -> str:
@@ -152,11 +163,3 @@ def _left_out(record: RaceRecord) -> list[str]:
         for run in record["runs"]
         if run["status"] in ("diverged", "failed")
     ]
-
-
-def took(record: RaceRecord) -> str:
-    """How long the race took, and where."""
-    spent = record.get("spent_s")
-    return f"{headlines.machine_name(record['machine'])}" + (
-        f" · {formatting.seconds(spent)}" if spent else ""
-    )

@@ -16,6 +16,7 @@ from rush.report import formatting, headlines
 from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
 from rush.report.headlines import HeadlineFigure
 from rush.report.page import flattened, render
+from rush.report.race_words import net_words
 from rush.report.svg import Scale, path, picture, tag, ticks, tooltip, widened
 
 TONES = {
@@ -90,7 +91,8 @@ def headline(record: TuneRecord) -> str:
         return f"Sequences of {formatting.count(winner['sequence'])} tokens fit; {proof}."
     if record["objective"] == "memory":
         return f"{memory_words(winner['memory_ratio'])}; {proof}."
-    return f"{gain_words(winner['gain'])}; {proof}."
+    net = net_words(winner.get("net"))
+    return f"{gain_words(winner['gain'])}; {proof}." + (f" {net}" if net else "")
 
 
 def proof_words(winner: Mapping[str, Any]) -> str:

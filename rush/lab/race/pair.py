@@ -1,0 +1,114 @@
+"""Net beside gross: a race of two recipes for a ladder's rung or a search's winner.
+
+A ladder and a search time steps, which is gross. What a step of a STATISTICAL technique teaches may be a little less, and only a race
+says how much: so where one was asked for, or was made before, its net ratio is recorded beside the gain. It takes the time of six
+runs (three seeds each), so nothing races unasked.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rush.errors import DataError
+from rush.lab.race.contenders import Contender
+from rush.lab.race.race_plan import RacePlan, plan_race
+from rush.lab.race.racing import Watch, race
+from rush.recipe import Recipe
+from rush.recipe_io import parse
+from rush.records.ladder import LadderRecord, RungRecord
+from rush.records.race import FILE, NetRecord, RaceRecord, read_race
+from rush.report.race import write_race_report
+from rush.report.race_words import verdict_of
+
+SEEDS = 3
+RACES = "races"
+"""The folder of a ladder's races, one for each rung."""
+
+
+def pair_plan(
+    first: tuple[str, Recipe],
+    second: tuple[str, Recipe],
+    tokens: int,
+    *,
+    seeds: int = SEEDS,
+    techniques: Sequence[str] = (),
+) -> RacePlan:
+    """The race of two recipes by name, checked."""
+    contenders = [Contender(letter, *one) for letter, one in zip("AB", (first, second), strict=True)]
+    return plan_race(contenders, tokens=tokens, seeds=seeds, name=second[0], techniques=techniques)
+
+
+def race_pair(
+    plan: RacePlan, folder: Path, *, watch: Watch = lambda progress: None, note: Callable[[str], None]
+) -> NetRecord | None:
+    """Race two recipes, or resume their race; the second one's net. None where they could not be compared."""
+    record = race(plan, folder, watch=watch, note=note)
+    write_race_report(folder, folder / "report.html")
+    return net_of(record, folder)
+
+
+def net_of(record: RaceRecord, folder: Path) -> NetRecord | None:
+    """What a finished race of two says, for the record of a rung or winner."""
+    if not record["findings"] or record.get("finished") is None:
+        return None
+    found = record["findings"][0]
+    return {
+        "verdict": verdict_of(found),
+        "against": record["contenders"][0]["name"],
+        "tokens": record["tokens"],
+        "seeds": len(record["seeds"]),
+        "gross": found["gross"],
+        "net": found["net"],
+        "more_tokens": found["more_tokens"],
+        "gap": found["gaps"][-1] if found["gaps"] else None,
+        "race": folder.name,
+    }
+
+
+def judged_by_curve(rung: RungRecord) -> bool:
+    """Whether a rung was timed, and promises no more than the same loss curve."""
+    parity = rung.get("parity")
+    return rung["status"] == "ok" and parity is not None and parity.get("class") == "STATISTICAL"
+
+
+def race_rungs(
+    record: LadderRecord,
+    folder: Path,
+    tokens: int | None,
+    *,
+    techniques: Sequence[str] = (),
+    watch: Watch = lambda progress: None,
+    note: Callable[[str], None],
+) -> LadderRecord:
+    """The ladder's record with the net of every STATISTICAL rung against the rung that its gain is over: raced now over `tokens`, or
+    without them only where a race of these recipes is there."""
+    rungs = {rung["name"]: rung for rung in record["rungs"]}
+    for rung in record["rungs"]:
+        gain = rung.get("gain")
+        over = rungs.get(str(gain.get("over"))) if gain else None
+        if over is None or not judged_by_curve(rung):
+            continue
+        place = folder / RACES / rung["name"]
+        if tokens is not None:
+            both = [(one["name"], parse(tomllib.loads(one["recipe"]))) for one in (over, rung)]
+            plan = pair_plan(both[0], both[1], tokens, techniques=techniques)
+            net = race_pair(plan, place, watch=watch, note=note)
+        else:
+            net = _known(place, [over, rung])
+        if net is not None:
+            rung["net"] = net
+    return record
+
+
+def _known(place: Path, rungs: Sequence[RungRecord]) -> NetRecord | None:
+    """The net of a race that was made before, of the same recipes."""
+    if not (place / FILE).is_file():
+        return None
+    try:
+        there = read_race(place)
+    except DataError:
+        return None  # a damaged race is no reason to lose a ladder
+    same = [one["digest"] for one in there["contenders"]] == [rung.get("digest") for rung in rungs]
+    return net_of(there, place) if same else None
