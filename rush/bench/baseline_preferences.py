@@ -25,7 +25,7 @@ from rush.errors import RecipeError
 from rush.recipe import Recipe
 from rush.training.objectives import Preference
 
-TRL_NEEDS = ("trl", "transformers", "accelerate", "datasets", "pyarrow")
+TRL_NEEDS = ("trl", "transformers", "accelerate", "datasets", "pyarrow", "pandas")
 WRITTEN_OUT = "transformers, TRL's loss written out (TRL is not installed)"
 KINDS = ("sigmoid", "ipo")
 """Losses of TRL's DPO trainer that recipes have too."""

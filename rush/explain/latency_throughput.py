@@ -140,7 +140,9 @@ def _on_device(settings: ExplainSettings) -> Data:
             f"the chains of a GPU are Triton programs, and Triton is not here ({error}); install it with pip install triton."
         ) from None
     multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    budget, rounds = (0.02 if settings.quick else 0.1), 10_000
+    budget = 0.02 if settings.quick else 0.1
+    # A launch must take longer than Python needs for the next one.
+    rounds, way_rounds = 100_000, 10_000
     one = torch.ones(1, device="cuda")
 
     def there_and_back() -> None:
@@ -159,7 +161,7 @@ def _on_device(settings: ExplainSettings) -> Data:
         seconds = timed(programs, "cuda", budget_s=budget, most=15)
         row = {"how": "threads", "chains": programs.threads, "rounds": rounds, "seconds": seconds}
         found["device_chains"].append(row)
-    ways = Ways(2 * multiprocessors, rounds)
+    ways = Ways(2 * multiprocessors, way_rounds)
     for whole in (False, True):
         for number in WAYS:
             settings.progress(f"{number} ways", 37, 40)

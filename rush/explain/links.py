@@ -67,6 +67,8 @@ def _collective_words(data: Data) -> str:
     rows = collective(data, "all_reduce")
     line = line_of(rows)
     first, last = rows[0], rows[-1]
+    alone = data["kind"] == "cuda" and data["collectives"]["backend"] != "nccl"
+    lacking = " Collectives between GPUs were not measured: they need two, and there is one." if alone else ""
     text = (
         f"Measured between {between(data)}: an all-reduce of {units.size(first['bytes'])} takes "
         f"{units.duration(first['seconds']['median'])}, of {units.size(last['bytes'])} {units.duration(last['seconds']['median'])}: "
@@ -74,11 +76,11 @@ def _collective_words(data: Data) -> str:
         f"{units.times(last['bytes'] / first['bytes'])} the bytes."
     )
     if line.half_bytes < first["bytes"]:
-        return f"{text} No latency shows at these sizes: bytes flow at {units.bandwidth(line.bytes_per_s)}."
+        return f"{text} No latency shows at these sizes: bytes flow at {units.bandwidth(line.bytes_per_s)}.{lacking}"
     return (
         f"{text} As a latency and a bandwidth that is {units.duration(line.latency_s)} and {units.bandwidth(line.bytes_per_s)} "
         f"(off by {units.share(line.worst)} at worst): below {units.size(line.half_bytes)} most of the time is latency, "
-        "which is why gradients travel in buckets and not one tensor at a time."
+        f"which is why gradients travel in buckets and not one tensor at a time.{lacking}"
     )
 
 

@@ -250,6 +250,8 @@ def test_links_on_gpus_reports_page_locked_memory_and_nccl() -> None:
     assert "between 4 GPUs (NCCL)" in text
     assert f"from host to device {units.bandwidth(50e9)} (×5.00 as fast from page-locked" in text
     assert "not measured: this is a CPU" not in text
+    assert "they need two, and there is one" not in text
+    assert "they need two, and there is one" in said("links", made_up.links(kind="cuda", gpus=1))
 
 
 def test_flash_attention_compares_the_orders_as_measured() -> None:
