@@ -167,7 +167,8 @@ def _place(path: Path) -> str:
 def written(page: str, found: dict[str, str]) -> str:
     """The page with every piece between its marks."""
     for name, text in found.items():
-        marks = re.compile(f"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)", re.DOTALL)
+        mark = name.replace(" ", "_")
+        marks = re.compile(f"(<!-- {mark}: begin -->\n).*?(<!-- {mark}: end -->)", re.DOTALL)
         assert marks.search(page), f"the page has no place for {name}"
 
         def between(match: re.Match[str], text: str = text) -> str:
