@@ -16,6 +16,7 @@ from rush.plan.measured_cases import read_findings, read_overflows
 from rush.report import write_comparison, write_picture, write_report
 from rush.report.kernels import write_kernel_report
 from rush.report.models import write_model_report
+from rush.report.race import write_race_report
 from rush.report.redraw import redraw
 from rush.report.scaling import write_scale_report
 from rush.report.tune import write_tune_report
@@ -23,6 +24,7 @@ from rush.tune.earlier import remembered
 from rush.watch.server import Watch
 from tests.explain import made_up
 from tests.fuzz.harness import cases, fuzz, run_command
+from tests.report import made_up_race
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 SCRIPT = "<script>alert"
@@ -52,6 +54,11 @@ def whole(record: Any) -> Any:
 def ladder_uses(record: Path, page: Path) -> None:
     write_report(record, page)
     write_picture(record, page.with_suffix(".svg"))
+
+
+def race_uses(record: Path, page: Path) -> None:
+    write_race_report(record, page)
+    run_command(["report", str(record.parent), "--out", str(page)])
 
 
 def compared(record: Path, page: Path) -> None:
@@ -94,6 +101,7 @@ KINDS: dict[str, tuple[str, Callable[[], list[bytes]], Use]] = {
     "models": ("models.json", lambda: seeds("*/models.json", 4), write_model_report),
     "kernels": ("kernels.json", lambda: seeds("*/kernels.json", 1), write_kernel_report),
     "scale": ("scale.json", lambda: seeds("*/scale.json", 1), write_scale_report),
+    "race": ("race.json", lambda: [json.dumps(made_up_race.race()).encode()], race_uses),
     "tune": ("tune.json", lambda: seeds("*/tune.json", 3), write_tune_report),
     "run": ("metrics.jsonl", lambda: first_lines("**/metrics.jsonl"), watched),
     "explain": ("explain.json", lambda: [explanation(name) for name in ("attention", "batch", "memory")], explained),

@@ -11,11 +11,13 @@ import pytest
 from rush.records.kernels import read_kernels, write_kernels
 from rush.records.ladder import read_ladder, write_ladder
 from rush.records.models import read_models, write_models
+from rush.records.race import read_race, write_race
 from rush.records.scaling import read_scale, write_scale
 from rush.records.tune import read_tune, write_tune
 from rush.report import write_report
 from rush.report.kernels import write_kernel_report
 from rush.report.models import write_model_report
+from rush.report.race import write_race_report
 from rush.report.scaling import write_scale_report
 from rush.report.tune import write_tune_report
 
@@ -25,6 +27,7 @@ KINDS: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Any], None], Calla
     "kernels": (read_kernels, write_kernels, write_kernel_report),
     "models": (read_models, write_models, write_model_report),
     "scale": (read_scale, write_scale, write_scale_report),
+    "race": (read_race, write_race, write_race_report),
     "tune": (read_tune, write_tune, write_tune_report),
 }
 RECORDS = [path for path in sorted(RESULTS.rglob("*.json")) if path.stem.partition("-")[0] in KINDS]

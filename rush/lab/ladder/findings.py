@@ -63,7 +63,8 @@ FORMULAS = {
     "parity": "against plain fp32 from the same weights on the same batches: loss and gradient norm of every step, every "
     "tensor's gradient at step one, the initial weights and their movement. Promised is the tolerance of the technique's class and "
     "dtype, and six times what a perturbed reference run, which starts from weights rounded to bf16, is off at that step; `measured` "
-    "is the finest test that it passes (same bits, rounding, statistical with the gap relative to the decrease of the loss)",
+    "is the finest test that it passes (same bits, rounding, statistical with the gap relative to the decrease of the loss, and in "
+    "per cent of steps)",
     "timed": "the timed steps against plain fp32 on the same batches: what the loader returned and what reached the model, and the loss "
     "curve, over as many steps as plain fp32 makes in its time (`compared`)",
     "after_timing": "two more steps of the timed run: from its weights on its batches plain fp32 computes loss and gradients, and "
