@@ -71,7 +71,8 @@ class DataSection(Section):
     source: str = "python-stdlib"
     """`python-stdlib`, `python-packages` (with the packages that rush needs), `files`, `fineweb-edu`, `redpajama`, or
     `OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]` for any dataset on the hub (with `hub:` before it where OWNER is a folder here).
-    For fine-tuning also `python-docstrings`, `python-docstring-pairs`, `python-readings`, `ultrachat` and `ultrafeedback`."""
+    For fine-tuning also `python-docstrings`, `python-docstring-pairs`, `python-readings`, `python-reading-pairs`, `ultrachat`
+    and `ultrafeedback`."""
     files: list[str] = []
     """Paths or globs of .jsonl, .json, .csv, .tsv or .parquet files, or of text; with a named source, local files in its schema."""
     text_field: str = "text"

@@ -61,7 +61,9 @@ class LibraryPreference(Preference):
 
 def trl_missing() -> list[str]:
     """What keeps TRL's trainer from being the baseline here."""
-    return [name for name in TRL_NEEDS if find_spec(name) is None]
+    found = {name: find_spec(name) for name in TRL_NEEDS}
+    # A folder of that name that happens to be on the path is found, too, but is no package.
+    return [name for name, spec in found.items() if spec is None or spec.origin is None]
 
 
 def library_preference(

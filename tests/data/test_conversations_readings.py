@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from rush.data.conversations import readings
-from rush.data.conversations.readings import LETTERS_PER_TOKEN, MEDIAN_TOKENS, SIGMA, drawn_tokens
+from rush.data.conversations.readings import (
+    ANSWER_SIGMA,
+    ANSWER_TOKENS,
+    LETTERS_PER_TOKEN,
+    MEDIAN_TOKENS,
+    SIGMA,
+    drawn_answer_tokens,
+    drawn_tokens,
+)
 from rush.data.conversations.rows import plan_rows, read_unit_rows
 from rush.errors import DataError
 
@@ -64,3 +72,33 @@ def test_it_is_a_source_by_name_and_twice_the_same() -> None:
     first, again = (list(read_unit_rows("python-readings", unit, take)) for _ in range(2))
     assert first == again
     assert len(first) == 3
+
+
+def test_answers_of_pairs_have_lengths_of_their_own_from_the_stated_distribution() -> None:
+    drawn = [
+        [drawn_answer_tokens(f"name {number}", which) for number in range(4000)]
+        for which in ("chosen", "rejected")
+    ]
+    for lengths in drawn:
+        assert statistics.median(lengths) == pytest.approx(ANSWER_TOKENS, rel=0.04)
+        assert statistics.stdev(map(math.log, lengths)) == pytest.approx(ANSWER_SIGMA, rel=0.04)
+    assert abs(statistics.correlation(*drawn)) < 0.06
+
+
+def test_the_chosen_answer_is_the_module_and_the_rejected_one_its_reverse() -> None:
+    rows = [row for _, row, _ in readings.reading_pairs(str(FILE))]
+    assert len(rows) > 15
+    lines = [line.rstrip() for line in FILE.read_text().splitlines() if line.strip()]
+    chosen = rows[0]["chosen"].splitlines()
+    rejected = rows[0]["rejected"].splitlines()
+    assert [line.strip() for line in chosen[:-1]] == [line.strip() for line in lines[: len(chosen) - 1]]
+    assert [line.strip() for line in rejected[:-1]] == [
+        line.strip() for line in lines[::-1][: len(rejected) - 1]
+    ]
+    for number, row in enumerate(rows):
+        key = f"{FILE.parent.name}/statistics#{number}"
+        for which in ("chosen", "rejected"):
+            wanted = LETTERS_PER_TOKEN * drawn_answer_tokens(key, which)
+            assert len(row[which]) == pytest.approx(wanted, rel=0.1, abs=60)
+    (unit, take), *_ = plan_rows("python-reading-pairs", (), 2)
+    assert [row.values for row in read_unit_rows("python-reading-pairs", unit, take)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rush.data.conversations.docstrings import VERSION, docstring_pairs, docstring_questions
-from rush.data.conversations.readings import readings
+from rush.data.conversations.readings import reading_pairs, readings
 from rush.data.hub_client import Note
 from rush.data.hub_datasets import ALLOWED, read_hub_rows
 from rush.data.readers import Slice, read_rows, read_slice
@@ -35,6 +35,7 @@ DOCSTRINGS = {
     "python-docstrings": docstring_questions,
     "python-docstring-pairs": docstring_pairs,
     "python-readings": readings,
+    "python-reading-pairs": reading_pairs,
 }
 
 
