@@ -61,6 +61,17 @@ def race_uses(record: Path, page: Path) -> None:
     run_command(["report", str(record.parent), "--out", str(page)])
 
 
+def charts() -> list[bytes]:
+    """The smallest ones, whole: a picture of a chart needs all of its points."""
+    found = sorted(RESULTS.glob("plan-charts/*/plan-chart.json"), key=lambda path: path.stat().st_size)
+    return [path.read_bytes() for path in found[:4]]
+
+
+def charted(record: Path, page: Path) -> None:
+    """A chart of plans, drawn again."""
+    redraw(record.parent, page)
+
+
 def compared(record: Path, page: Path) -> None:
     write_comparison([record, record], page)
     run_command(["compare", str(record.parent), str(record), "--out", str(page)])
@@ -103,6 +114,7 @@ KINDS: dict[str, tuple[str, Callable[[], list[bytes]], Use]] = {
     "scale": ("scale.json", lambda: seeds("*/scale.json", 1), write_scale_report),
     "race": ("race.json", lambda: [json.dumps(made_up_race.race()).encode()], race_uses),
     "tune": ("tune.json", lambda: seeds("*/tune.json", 3), write_tune_report),
+    "plan-chart": ("plan-chart.json", charts, charted),
     "run": ("metrics.jsonl", lambda: first_lines("**/metrics.jsonl"), watched),
     "explain": ("explain.json", lambda: [explanation(name) for name in ("attention", "batch", "memory")], explained),
 }  # fmt: skip
