@@ -173,6 +173,15 @@ def models(
     ] = None,
     out: Out = None,
     file: Annotated[Path | None, typer.Option(help="A TOML file with other workloads.")] = None,
+    race: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Afterwards race every recipe of ours with a STATISTICAL technique against itself without, over so many tokens, with "
+            "three seeds: its net beside its speed.",
+            min=1,
+        ),
+    ] = None,
     technique: ExtraTechniques = None,
     json: Json = False,
 ) -> None:
@@ -186,12 +195,16 @@ def models(
 
       rush bench models llama-3.2-1b measure.processes=3 batch.micro=8
 
+      rush bench models gpt2-124m --race 80000000
+
       rush bench models sft-3b lora-8b qlora-8b-1 qlora-8b-4 --out results/finetuning-h200
 
       rush bench models qlora-8b-long --out results/finetuning-h200
     """
     from rush.bench.baselines import bench_models
     from rush.bench.workloads import FILE, load_workloads
+    from rush.lab.race.pair import race_models
+    from rush.records.models import write_models
     from rush.report.models import write_model_report
     from rush.techniques.api.own_files import added
 
@@ -209,6 +222,8 @@ def models(
             watch=lambda p: show(p.workload, p.doing, p.done, p.total),
             note=notes,
         )
+        race_models(record, folder, race, techniques=[str(file) for file in files], note=notes)
+        write_models(folder, record)
     write_model_report(folder, folder / "report.html")
     if json:
         print_json(record)

@@ -112,7 +112,7 @@ def _life(value: Json) -> Json:
     return {**row, "description": (text(life_words(row)) or "").rstrip(".")} if row.get("verdict") else value
 
 
-def _net(value: Json) -> NetRecord | None:
+def net_row(value: Json) -> NetRecord | None:
     """The net of a rung; nothing where it is not what it should be."""
     try:
         return _NET.validate_python(value, strict=True)
@@ -198,7 +198,7 @@ class RungView:
     parity: lenient.OrNone[ParityView] = None
     life: lenient.OrNone[Annotated[LifeView, BeforeValidator(_life)]] = None
     """None where it was not tried, as in records of earlier versions."""
-    net: Annotated[Any, PlainValidator(_net)] = None
+    net: Annotated[Any, PlainValidator(net_row)] = None
     """What a race said; None where there was none."""
     disturbed: lenient.OrNone[DisturbedView] = None
     gain: lenient.OrNone[lenient.Bounded[GainView]] = None

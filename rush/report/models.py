@@ -18,8 +18,9 @@ from rush.records.step_gap import parity_words
 from rush.records.targets import target_word
 from rush.report import bars, formatting, headlines
 from rush.report.kernels import TONES, reached_of
-from rush.report.ladder import MeasureView, measure
+from rush.report.ladder import MeasureView, measure, net_row
 from rush.report.page import flattened, render
+from rush.report.race_words import net_words
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ def model_page(record: ModelRecord) -> str:
         title="Whole runs",
         parity_again=parity_again,
         parity_words=parity_words,
+        net_words=net_words,
+        net_row=net_row,
         record=record,
         machine=headlines.machine_name(record["machine"]),
         machine_rows=flattened(record["machine"]) + flattened(record.get("ceilings") or {}, "ceilings"),

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import copy
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rush.errors import RecipeError
-from rush.lab.race.pair import judged_by_curve, net_of, pair_plan, race_rungs
-from rush.recipe_io import load_recipe
+from rush.lab.race.pair import (
+    judged_by_curve,
+    net_of,
+    pair_plan,
+    race_models,
+    race_rungs,
+    without_statistical,
+)
+from rush.recipe_io import load_recipe, parse
 from rush.records.ladder import check_ladder
 from rush.report.ladder import read_ladder as view_of
+from rush.report.models import model_page
 from rush.report.page import report_page
 from rush.report.race_words import net_words
 from rush.report.tune import headline as tune_headline
@@ -104,3 +113,22 @@ def test_a_race_that_cannot_be_made_is_refused_before_the_search() -> None:
         check_race(request("tokens/s"), 100)
     plan = pair_plan(("one", load_recipe("tiny")), ("two", load_recipe("tiny")), 204_800)
     assert (len(plan.seeds), [one.name for one in plan.contenders]) == (3, ["one", "two"])
+
+
+def test_a_bench_shows_the_net_of_recipes_that_round_beside_their_speed(tmp_path: Path) -> None:
+    record = json.loads((RESULTS / "models-fp8-head-h200" / "models.json").read_text())
+    (workload,) = record["workloads"]
+    rung = next(ours["rung"] for ours in workload["ours"] if judged_by_curve(ours["rung"]))
+    recipe = parse(tomllib.loads(rung["recipe"]))
+    first, said = without_statistical(recipe)
+    assert "fp8" in said
+    assert "fp8" not in [name for name, _ in first.technique_uses()]
+    place = tmp_path / "races" / f"{workload['name']}-{rung['name']}"
+    place.mkdir(parents=True)
+    raced = made_up_race.race()
+    for one, digest in zip(raced["contenders"], (first.digest, recipe.digest), strict=True):
+        one["digest"] = digest
+    (place / "race.json").write_text(json.dumps(raced))
+    found = race_models(record, tmp_path, None, note=quiet)
+    assert found["workloads"][0]["ours"][0]["rung"]["net"] is not None
+    assert "Net ×1.2" in model_page(found)

@@ -11,16 +11,18 @@ import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rush.errors import DataError
+from rush.errors import DataError, RecipeError
 from rush.lab.race.contenders import Contender
 from rush.lab.race.race_plan import RacePlan, plan_race
 from rush.lab.race.racing import Watch, race
-from rush.recipe import Recipe
+from rush.recipe import Knob, Recipe
 from rush.recipe_io import parse
 from rush.records.ladder import LadderRecord, RungRecord
+from rush.records.models import ModelRecord
 from rush.records.race import FILE, NetRecord, RaceRecord, read_race
 from rush.report.race import write_race_report
 from rush.report.race_words import verdict_of
+from rush.techniques import Parity, registry
 
 SEEDS = 3
 RACES = "races"
@@ -102,13 +104,60 @@ def race_rungs(
     return record
 
 
+def race_models(
+    record: ModelRecord,
+    folder: Path,
+    tokens: int | None,
+    *,
+    techniques: Sequence[str] = (),
+    note: Callable[[str], None],
+) -> ModelRecord:
+    """The bench's record with the net of every recipe of ours that is judged by its loss curve, against the same recipe without its
+    STATISTICAL techniques: a baseline of another library cannot race, and what those techniques cost is the difference."""
+    for workload in record["workloads"]:
+        for ours in workload.get("ours", ()):
+            rung = ours["rung"]
+            if not judged_by_curve(rung):
+                continue
+            second = parse(tomllib.loads(rung["recipe"]))
+            first, without = without_statistical(second)
+            place = folder / RACES / f"{workload['name']}-{rung['name']}"
+            if tokens is None:
+                net = _known_digests(place, [first.digest, second.digest])
+            else:
+                try:
+                    plan = pair_plan((without, first), (rung["name"], second), tokens, techniques=techniques)
+                except RecipeError as error:
+                    note(f"{rung['name']} does not race with itself {without}: {error}")
+                    continue
+                net = race_pair(plan, place, note=note)
+            if net is not None:
+                rung["net"] = net
+    return record
+
+
+def without_statistical(recipe: Recipe) -> tuple[Recipe, str]:
+    """The recipe without its techniques of class STATISTICAL, and what that is called."""
+    known = registry()
+    kept: list[tuple[str | dict[str, Knob], str]] = []
+    gone: list[tuple[str | dict[str, Knob], str]] = []
+    for entry, (name, _) in zip(recipe.techniques, recipe.technique_uses(), strict=True):
+        (gone if name in known and known[name].parity is Parity.STATISTICAL else kept).append((entry, name))
+    first = recipe.model_copy(update={"techniques": [entry for entry, _ in kept]})
+    return first, f"without {', '.join(name for _, name in gone) or 'nothing'}"
+
+
 def _known(place: Path, rungs: Sequence[RungRecord]) -> NetRecord | None:
     """The net of a race that was made before, of the same recipes."""
+    return _known_digests(place, [rung.get("digest") for rung in rungs])
+
+
+def _known_digests(place: Path, digests: Sequence[str | None]) -> NetRecord | None:
     if not (place / FILE).is_file():
         return None
     try:
         there = read_race(place)
     except DataError:
         return None  # a damaged race is no reason to lose a ladder
-    same = [one["digest"] for one in there["contenders"]] == [rung.get("digest") for rung in rungs]
+    same = [one["digest"] for one in there["contenders"]] == list(digests)
     return net_of(there, place) if same else None
