@@ -95,8 +95,12 @@ def ladder(
         return
     from rush.report.headlines import headline
     from rush.report.ladder import read_ladder
+    from rush.report.race_words import net_words
 
     say(headline(read_ladder(folder)))
+    for rung in ladder.record["rungs"]:
+        if net := net_words(rung.get("net")):
+            say(f"{rung['title']}: {net}")
     typer.echo(f"Record: {folder / 'ladder.json'}\nReport: {folder / 'report.html'}")
     if view in ("cumulative", "all"):
         _say_next(folder, planned.recipe)

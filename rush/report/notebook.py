@@ -14,6 +14,7 @@ from rush.records.step_gap import parity_words
 from rush.records.tune import TuneRecord, judged_again, proved
 from rush.report import formatting
 from rush.report.axes import Frame, x_axis, y_axis
+from rush.report.race_words import net_words
 from rush.report.svg import Scale, path, svg_file, tag, ticks, widened
 
 FRAME = Frame(720, 300, top=26)
@@ -73,6 +74,7 @@ def tune_html(record: TuneRecord) -> str:
         "winner": winner["what"],
         "speed": over_original(gain) or formatting.MISSING,
         "peak memory": formatting.size(winner["peak_memory_bytes"]),
+        **({"race": net} if (net := net_words(winner.get("net"))) else {}),
         "parity with plain fp32": parity_words(parity) if parity else "not proved",
     }
     return str(figures(facts))
