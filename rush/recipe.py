@@ -150,7 +150,8 @@ class OptimizerSection(Section):
 
 
 class ScheduleSection(Section):
-    kind: Literal["cosine", "constant"] = "cosine"
+    kind: Literal["cosine", "constant", "wsd"] = "cosine"
+    """After the warm-up: cosine decay, no decay, or warmup-stable-decay (wsd), constant and then a linear decay at the end."""
     steps: Positive | None = None
     """Optimizer steps in the whole run. A recipe has `steps` or `epochs`."""
     epochs: Annotated[float, Field(gt=0, le=LARGEST_EPOCHS, allow_inf_nan=False)] | None = None
@@ -159,6 +160,8 @@ class ScheduleSection(Section):
     """Steps of linear warm-up; below 1, as in 0.05, the fraction of all steps."""
     final: Fraction = 0.1
     """Fraction of the learning rate at the last step."""
+    decay: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    """The last fraction of the steps, in which wsd decays. Default: 0.2."""
 
 
 class LayoutSection(Section):
@@ -292,6 +295,11 @@ class Recipe(Section):
                 f"schedule.warmup is {warmup} but the run has only schedule.steps = {steps}; make the warm-up "
                 "shorter (schedule.warmup=0.05 is the fraction of all steps) or the run longer"
             )
+        if self.schedule.decay is not None and self.schedule.kind != "wsd":
+            raise ValueError(
+                f"schedule.decay is {self.schedule.decay:g} and schedule.kind is {self.schedule.kind}; only wsd has a decay at the "
+                "end: set schedule.kind=wsd, or remove schedule.decay"
+            )
         _named_once("techniques", [name for name, _ in self.technique_uses()])
         return self
 
@@ -382,6 +390,8 @@ class Recipe(Section):
         content["techniques"] = _renamed(self.techniques, {new: old for old, new in FORMER_NAMES.items()})
         if self.schedule.epochs is None:  # as in recipes from before there were epochs
             del content["schedule"]["epochs"]
+        if self.schedule.decay is None:  # likewise
+            del content["schedule"]["decay"]
         content["run"] = _former_run(self.run.model_dump(mode="json", exclude_defaults=True))
         return content
 

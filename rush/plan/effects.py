@@ -17,6 +17,7 @@ PLAIN = {
     "blocks": "the weights of the blocks' linear layers, if they differ from `parameters`",
     "gradients": "4 bytes per trained weight",
     "optimizer": "Adam's two moments, 8 bytes per trained weight",
+    "optimizer.blocks": "the state of the blocks' matrices, if it differs from `optimizer`",
     "stream": "the residual stream (bytes per element)",
     "compute": "operands and outputs of matmuls (bytes per element)",
     "activations": "all saved activations of the blocks",
@@ -66,6 +67,7 @@ ADDED = {
     "on_host": "with sharding, the shards are in host memory, where the update runs",
     "unsharded_gradients": "with sharding, unsharded gradients until the last pass",
     "buckets": "a second copy of the gradients, for communication",
+    "update.matrices": "temporaries of an update of whole matrices (bytes per element of those updated at once)",
     "cuda_graph.gradients": "static gradients of a captured graph",
     "cuda_graph.pool": "1: passes run in the memory pool of a CUDA graph, which nothing else can use",
 }
@@ -93,6 +95,7 @@ WORK = {
     "update.extra_bytes": "additional bytes per weight",
     "update.efficiency": "efficiency of that kernel relative to the copy rate, where it differs",
     "update.launches": "launches per tensor; plain: 10",
+    "update.iterations": "Newton–Schulz iterations of each matrix of a block, in bf16",
     "launches.block": "launches per block, forward and backward; plain: counted",
     "launches.extra": "additional launches per block",
     "launches.pass": "launches per pass; plain: the sum over its blocks",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from rush.plan.spec import Spec, Weights
+from rush.plan.spec import Spec, Weights, block_matrices
 
 WORKSPACE = 64 * 2**20
 """cuBLAS and cuBLASLt workspaces, 32 MiB each on Hopper."""
+
+
+MATRICES_AT_ONCE = 2**25
+"""Elements of matrices that Muon updates at once (as in its update)."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ class RankState:
         return {
             "parameters": here * self.parameters / shards,
             "gradients": 0.0,
-            "optimizer": trained * effects.size("optimizer", 8) * effects.factor("optimizer"),
+            "optimizer": here * self._optimizer() / shards * effects.factor("optimizer"),
             "master": trained * 4 * effects.factor("master"),
             # With adapters the reference is the model without them.
             "reference": here * self.parameters / shards
@@ -137,6 +142,15 @@ class RankState:
             else 0.0,
             "gathered": self.gathered,
         }
+
+    def _optimizer(self) -> float:
+        """Bytes of the optimizer's state, unsharded."""
+        each = self.spec.effects.size("optimizer", 8)
+        blocks = self.spec.effects.size("optimizer.blocks", each)
+        if blocks == each:
+            return each * self._trained
+        linear = self.stage.blocks * self._local(self.weights.block_linear)
+        return each * (self._trained - linear) + blocks * linear
 
     def between_steps(self) -> dict[str, float]:
         """State between steps: gradients are freed, communication buckets stay."""
@@ -186,6 +200,8 @@ class RankState:
     def update(self) -> float:
         effects = self.spec.effects
         largest = self._local(self.weights.largest) / self.spec.shards
+        if each := effects.size("update.matrices", 0):
+            return each * elements_at_once(self.spec, self.stage.blocks)
         if effects.factor("frozen"):
             largest = self._local(self.weights.adapters)
         copies = 2 + (1 if effects.factor("master") else 0)
@@ -193,3 +209,13 @@ class RankState:
 
     def buffers(self) -> float:
         return (WORKSPACE if self.spec.device == "cuda" else 0) + 24 * self.spec.tokens
+
+
+def elements_at_once(spec: Spec, blocks: int) -> float:
+    """Elements of a rank's share of the matrices of one shape that are updated at once."""
+    alike = Counter(block_matrices(spec.shape))
+    most = 0.0
+    for (rows, columns), number in alike.items():
+        group = max(spec.shards, MATRICES_AT_ONCE // (rows * columns))
+        most = max(most, min(group, number * blocks) * rows * columns / spec.shards)
+    return most

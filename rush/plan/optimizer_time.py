@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rush.plan.efficiencies import Efficiencies
-from rush.plan.spec import Spec, weights_of
+from rush.plan.spec import Spec, block_matrices, weights_of
 from rush.plan.target import TargetMachine
 
 KERNEL_S = 0.65e-6
@@ -40,9 +40,26 @@ def update_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> 
         seconds, launches = seconds + 12, launches + 2
     operations = tensors / spec.size("pp") * launches
     return (
-        trained * seconds / target.bytes_per_s + (operations * KERNEL_S if target.kind == "cuda" else 0.0),
+        trained * seconds / target.bytes_per_s
+        + (operations * KERNEL_S if target.kind == "cuda" else 0.0)
+        + iteration_time(spec, target, efficiency),
         operations * UPDATE_LAUNCH * efficiency.launch_s,
     )
+
+
+def iteration_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> float:
+    """Seconds of Newton–Schulz iterations: each multiplies a matrix by its transpose, that by itself, and the result by the matrix.
+    Ranks of fsdp share the matrices; replicas repeat the work."""
+    iterations = spec.work.number("update.iterations")
+    if not iterations:
+        return 0.0
+    flops = 0.0
+    for dims in block_matrices(spec.shape):
+        short, long = min(dims), max(dims)
+        flops += 2 * (2 * short * short * long + short**3)
+    dtype = "bfloat16" if target.kind == "cuda" else "float32"
+    rate = target.rate(dtype) * efficiency.matmul.get(dtype, 1.0)
+    return iterations * flops * spec.shape.num_layers / (spec.size("pp") * spec.shards) / rate
 
 
 def launches(spec: Spec) -> float:

@@ -202,6 +202,15 @@ def _weights(shape: Shape, adapters: tuple[int, str] | None) -> Weights:
     return Weights(**counts)
 
 
+def block_matrices(shape: Shape) -> list[tuple[int, int]]:
+    """Rows and columns of the matrices of one block."""
+    return [
+        (one.dims[0], one.dims[1])
+        for one in list_parameters(shape)
+        if one.matmul and one.name.startswith("blocks.0.")
+    ]
+
+
 def matmul_dtype(spec: Spec) -> str:
     """The dtype of the matmuls outside fp8 layers."""
     if spec.effects.size("compute", 4) == 2:

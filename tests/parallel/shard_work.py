@@ -178,3 +178,29 @@ def reductions(layout: Mapping[str, int], techniques: Iterable[str], more: Itera
             launch_step(run, 1, chosen.optimizer.lr, list(given.next_step())).result()
         torch.distributed.barrier()
     return sum(event.count for event in profile.key_averages() if event.key == "c10d::allreduce_")
+
+
+def whole_matrices(shape: tuple[int, int], number: int) -> bool:
+    """Whether each rank gets its rows of a computation on whole matrices, of which it had its rows only."""
+    import torch.distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from rush.parallel.sharded import local_tensor
+    from rush.parallel.whole_matrices import on_whole_matrices
+
+    torch.distributed.init_process_group("gloo")
+    try:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        generator = torch.Generator().manual_seed(1)
+        matrices = torch.randn(number, *shape, generator=generator)
+        sharded = [distribute_tensor(matrix, mesh, [Shard(0)]) for matrix in matrices]
+
+        def compute(whole_kmn: torch.Tensor) -> torch.Tensor:
+            return whole_kmn.flip(1).cumsum(1)  # every row depends on others
+
+        found = on_whole_matrices(compute, [local_tensor(one) for one in sharded], sharded[0])
+        wanted = [local_tensor(distribute_tensor(one, mesh, [Shard(0)])) for one in compute(matrices)]
+        return all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
+    finally:
+        torch.distributed.destroy_process_group()

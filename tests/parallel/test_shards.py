@@ -18,7 +18,14 @@ from rush.models.shape import Shape
 from rush.records.checkpoint_pieces import KINDS
 from rush.records.checkpoint_store import verify
 from tests.parallel.rank_work import Result, learn, on_ranks, recipe
-from tests.parallel.shard_work import overfit, pass_adapters, prefer, reductions, wait_on_host
+from tests.parallel.shard_work import (
+    overfit,
+    pass_adapters,
+    prefer,
+    reductions,
+    wait_on_host,
+    whole_matrices,
+)
 from tests.parallel.test_pipeline import together
 from tests.parallel.test_sameness import furthest
 
@@ -50,6 +57,9 @@ CASES = [
     ),
     pytest.param("llama", FSDP, (NF4["bitsandbytes"], BLOCKS), marks=slow, id="qlora, compiled"),
     pytest.param("llama", DDP, (NF4["bitsandbytes"],), marks=slow, id="qlora on copies"),
+    pytest.param("gpt2", FSDP, ("muon",), id="muon, GPT-2"),
+    pytest.param("llama", BOTH, ("muon", ZERO1), marks=slow, id="muon, hybrid, ZeRO-1"),
+    pytest.param("llama", FSDP, ("muon", "{name='compile', scope='block'}"), marks=slow, id="muon, compiled"),
 ]
 
 
@@ -74,6 +84,16 @@ def test_a_technique_beside_sharding_does_what_it_does_alone(
         apart = furthest(ours, reference)
         assert max(apart.values()) < 1e-5, apart
     assert all(took_effect for took_effect, _ in found[0]["proofs"].values()), found[0]["proofs"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape", "number"), [(2, (5, 3), 3), pytest.param(3, (4, 2), 2, marks=slow)]
+)
+def test_rows_of_whole_matrices_come_back_to_their_ranks(
+    ranks: int, shape: tuple[int, int], number: int
+) -> None:
+    """With rows that do not divide; with a rank that holds no row and computes no matrix."""
+    assert on_ranks(ranks, whole_matrices, shape, number) == [True] * ranks
 
 
 def bytes_of_first_rank(shape: Shape, ranks: int, rank: int = 16) -> tuple[int, int, int]:

@@ -189,6 +189,10 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of("adam8bit", overrides=["batch.micro=1", "layout.fsdp=2"]))
     if name == "fused_update":
         own.append(recipe_of("{name='fused_update', stochastic_rounding=true}"))
+    if name == "muon":
+        own.append(recipe_of(name, overrides=["layout.tp=2", "batch.micro=1"]))
+        offloaded = "{name='fsdp', offload=true}"
+        own.append(recipe_of(name, offloaded, overrides=["layout.fsdp=2", "batch.micro=1"]))
     if name == "fp8":
         own.append(recipe_of(name, overrides=["model.shape.intermediate=100"]))
         own.append(recipe_of("{name='fp8', recipe='rowwise', casts='kernel'}"))
