@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from rush.data import Batch
 from rush.data.document_loader import DocumentLoader, document_validation
 from rush.errors import DataError
 from rush.hardware import probe
 from rush.recipe_io import load_recipe
-from rush.training import corpus, reference
+from rush.training import corpus
 from rush.training.build import Run, build
 from rush.training.objectives import Preference
 from rush.training.objectives.preference import log_probabilities
@@ -50,13 +51,13 @@ def counting(run: Run, monkeypatch: pytest.MonkeyPatch, stop_after: int | None =
     """Count the passes; stop as a power cut would."""
     calls: list[int] = []
 
-    def counted(model: torch.nn.Module, batch: object) -> torch.Tensor:
+    def counted(objective: Preference, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         if stop_after is not None and len(calls) == stop_after:
             raise KeyboardInterrupt
         calls.append(1)
-        return log_probabilities(model, batch)  # type: ignore[arg-type]
+        return log_probabilities(model, batch)
 
-    monkeypatch.setattr(reference, "log_probabilities", counted)
+    monkeypatch.setattr(Preference, "answers", counted)
     return calls
 
 
