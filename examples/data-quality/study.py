@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: commands are forked from a process that has it
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 
 from dirt import SHARES, make  # noqa: E402

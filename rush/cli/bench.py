@@ -11,6 +11,7 @@ import typer
 
 from rush.cli.options import Device, ExtraTechniques, Json
 from rush.cli.output import note, print_json, print_table
+from rush.errors import RecipeError
 from rush.records.step_gap import parity_words
 from rush.records.targets import target_word
 
@@ -69,6 +70,83 @@ def kernels(
         return
     _show_kernels(record)
     typer.echo(f"Record: {folder / 'kernels.json'}\nReport: {folder / 'report.html'}")
+
+
+@app.command("offload")
+def offload(
+    shapes: Annotated[
+        list[str],
+        typer.Argument(metavar="SHAPE...", help="Shapes to time, such as llama-3.1-8b and llama-3.1-70b."),
+    ],
+    out: Annotated[Path | None, typer.Option(help="Output folder. Default: runs/bench-offload.")] = None,
+    where: Annotated[
+        str, typer.Option(help="Where the layers are: cpu, disk or both, as in cpu,disk.")
+    ] = "cpu,disk",
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Number of layers to time instead of all, as in 8,16: a shape that host or disk cannot hold."
+        ),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.", min=1)] = 32,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=2)] = 8,
+    processes: Annotated[int, typer.Option(help="Fresh processes of each contender.", min=1)] = 2,
+    dtype: Annotated[
+        str, typer.Option(help="Type of the weights: bfloat16, float16 or float32.")
+    ] = "bfloat16",
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Time inference with layers in host memory or on disk, beside accelerate's: tokens per second and memory.
+
+    The weights are random, of the shape, and are written to the output folder once. Both contenders read the same files and
+    generate greedily, in fresh processes and in turns.
+
+    Examples:
+
+      rush bench offload llama-3.1-8b --out results/offload-h200
+
+      rush bench offload llama-3.1-70b --layers 8,16 --where cpu
+    """
+    from rush.bench.offload import bench_offload
+    from rush.report.offload import COLUMNS, picture, table_rows
+
+    folder = out or Path("runs") / "bench-offload"
+    with _progress(quiet=json) as show:
+        record = bench_offload(
+            shapes,
+            folder,
+            where=_places(where),
+            layers=_counts(layers),
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            processes=processes,
+            dtype=dtype,
+            device=device,
+            watch=show,
+        )
+    (folder / "offload.svg").write_text(picture(record))
+    if json:
+        print_json(record)
+        return
+    for name in dict.fromkeys(row["shape"] for row in record["rows"]):
+        print_table(COLUMNS, table_rows(record, name), title=f"{name}, {record['dtype']}")
+    typer.echo(f"Record: {folder / 'offload.json'}\nPicture: {folder / 'offload.svg'}")
+
+
+def _places(given: str) -> list[str]:
+    found = given.split(",")
+    if not found or not set(found) <= {"cpu", "disk"}:
+        raise RecipeError(f"--where is {given!r}; allowed: cpu, disk or cpu,disk.")
+    return found
+
+
+def _counts(given: str | None) -> list[int]:
+    if given is None:
+        return []
+    if not all(word.isdecimal() and len(word) < 6 and int(word) > 0 for word in given.split(",")):
+        raise RecipeError(f"--layers is {given!r}; allowed: whole numbers from 1, as in 8,16.")
+    return [int(word) for word in given.split(",")]
 
 
 @contextmanager
