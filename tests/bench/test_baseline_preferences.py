@@ -137,7 +137,8 @@ def test_the_whole_workload_on_a_tiny_model(tmp_path: Path) -> None:
     """References, alternating processes, parity, a short life, the record: all but the GPU."""
     from rush.bench.baselines import bench_models
 
-    own = recipe("data.shuffle=false")
+    wide = ("model.shape.vocab_size=512", "model.shape.context=256", "batch.sequence=160")
+    own = recipe("data.shuffle=false", "data.vocab_size=512", "data.too_long='drop'", *wide)
     measure = workloads.load_workloads(["dpo"])[0].measure.model_copy(
         update={"processes": 1, "windows": 4, "window_ms": 1.0, "timed_max_s": 2.0, "warmup_max_steps": 3}
     )
