@@ -136,7 +136,8 @@ def _table(record: ScaleRecord) -> list[str]:
     for point in record["points"]:
         speed, memory = point["tokens_per_s"], point["memory_bytes"]
         shares = ", ".join(
-            f"{kind} {formatting.share(found['ratio'])}" for kind, found in point["efficiency"].items()
+            f"{kind} {formatting.share(found['ratio'])} ({formatting.share(found['ci95'][0])} to {formatting.share(found['ci95'][1])})"
+            for kind, found in point["efficiency"].items()
         )
         cells = (
             point["layout"],
