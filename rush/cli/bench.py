@@ -132,6 +132,7 @@ def offload(
     for name in dict.fromkeys(row["shape"] for row in record["rows"]):
         print_table(COLUMNS, table_rows(record, name), title=f"{name}, {record['dtype']}")
     typer.echo(f"Record: {folder / 'offload.json'}\nPicture: {folder / 'offload.svg'}")
+    typer.echo(f"Weights: {folder / 'models'} (kept for another run; delete them when you are done)")
 
 
 def _places(given: str) -> list[str]:

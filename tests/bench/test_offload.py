@@ -84,13 +84,14 @@ def test_what_cannot_be_timed_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_both_contenders_choose_the_same_tokens_and_hold_less_than_the_model(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers")
     record = bench_offload(
-        ["llama-tiny"], tmp_path, layers=[1, 2], new_tokens=4, processes=1, dtype="float32", device="cpu"
+        ["llama-tiny"], tmp_path, layers=[1], new_tokens=4, processes=1, dtype="float32", device="cpu"
     )
-    assert len(record["rows"]) == 8
+    assert len(record["rows"]) == 4
     assert {one["status"] for one in record["rows"]} == {"ok"}
     assert all(one["same_ids"] for one in record["rows"])
     assert all(len(one["processes"][0]["token_s"]) == 3 for one in record["rows"])
