@@ -211,6 +211,12 @@ class Shape:
         return self.structure.activation
 
     @property
+    def qkv_rows(self) -> tuple[int, int, int]:
+        """Output features of queries, keys and values."""
+        keys = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, keys, keys
+
+    @property
     def joined_qkv(self) -> bool:
         return self.structure.joined_qkv
 

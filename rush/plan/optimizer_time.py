@@ -54,9 +54,12 @@ def iteration_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) 
     if not iterations:
         return 0.0
     flops = 0.0
-    for dims in block_matrices(spec.shape):
-        short, long = min(dims), max(dims)
-        flops += 2 * (2 * short * short * long + short**3)
+    for stored, columns in block_matrices(spec.shape):
+        # Queries, keys and values that are stored as one are iterated one by one.
+        joined = spec.shape.joined_qkv and stored == sum(spec.shape.qkv_rows)
+        for rows in spec.shape.qkv_rows if joined else (stored,):
+            short, long = min(rows, columns), max(rows, columns)
+            flops += 2 * (2 * short * short * long + short**3)
     dtype = "bfloat16" if target.kind == "cuda" else "float32"
     rate = target.rate(dtype) * efficiency.matmul.get(dtype, 1.0)
     return iterations * flops * spec.shape.num_layers / (spec.size("pp") * spec.shards) / rate

@@ -32,14 +32,10 @@ class OrthogonalizedState:
 def matrices_of(model: Decoder) -> dict[int, tuple[int, ...]]:
     """The blocks' matrices by the id of their parameter, with the rows of each that are a matrix of their own: queries, keys and
     values that are stored as one, and otherwise all."""
-    shape = model.shape
     found: dict[int, tuple[int, ...]] = {}
-    key_rows = shape.num_kv_heads * shape.head_dim
-    joined = (shape.num_heads * shape.head_dim, key_rows, key_rows)
     for role, layers in model.linears().items():
         for _, layer in layers if role != "head" else []:
-            weight = layer.weight
-            found[id(weight)] = joined if role == "qkv" else (weight.shape[0],)
+            found[id(layer.weight)] = model.shape.qkv_rows if role == "qkv" else (layer.weight.shape[0],)
     return found
 
 
