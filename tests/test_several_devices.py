@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from rush.plan.charts import ChartOptions, chart
 from rush.records.plan_chart import CHARTS, PLAN_CHART
+from tests.several_devices_script import load
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -18,18 +17,11 @@ QUICK = ("speedup", "memory", "zero", "links", "nodes", "batch")
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "several_devices_page", ROOT / "scripts" / "several_devices_page.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script() -> Any:
+    return load()
 
 
-def test_the_page_and_its_pictures_are_those_of_the_records(script: ModuleType) -> None:
+def test_the_page_and_its_pictures_are_those_of_the_records(script: Any) -> None:
     page = (ROOT / "docs" / "several-devices.md").read_text(encoding="utf-8")
     assert script.written(page, script.pieces(RESULTS)) == page, "run python scripts/several_devices_page.py"
     for name, picture in script.pictures(RESULTS).items():
@@ -38,7 +30,7 @@ def test_the_page_and_its_pictures_are_those_of_the_records(script: ModuleType) 
         )
 
 
-def test_a_figure_changed_in_a_record_changes_the_page(script: ModuleType, tmp_path: Path) -> None:
+def test_a_figure_changed_in_a_record_changes_the_page(script: Any, tmp_path: Path) -> None:
     for name in CHARTS:
         record: Any = PLAN_CHART.read(RESULTS / "plan-charts" / name)
         for point in record["predicted"]:
@@ -51,7 +43,7 @@ def test_a_figure_changed_in_a_record_changes_the_page(script: ModuleType, tmp_p
     assert "chart memory" not in changed  # its sentences and bars are bytes
 
 
-def test_a_study_that_nobody_has_run_is_said_from_its_absence(script: ModuleType, tmp_path: Path) -> None:
+def test_a_study_that_nobody_has_run_is_said_from_its_absence(script: Any, tmp_path: Path) -> None:
     (tmp_path / "plan-charts").symlink_to(RESULTS / "plan-charts")
     found = script.pieces(tmp_path)
     assert "no record of a study" in found["studies gpu"]

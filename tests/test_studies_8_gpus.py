@@ -20,9 +20,7 @@ from rush.lab.scaling.study_file import StudyPlan, load_study
 from rush.records.ladder import LADDER
 from rush.records.race import RACE
 from rush.records.scaling import SCALE
-from tests.test_several_devices import script
-
-__all__ = ["script"]
+from tests.several_devices_script import load
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "results" / "studies-8-gpus" / "commands.sh"
@@ -81,7 +79,7 @@ def test_an_unknown_study_is_refused_with_the_known_ones() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_rehearsal_on_cpu_ranks_writes_every_record_and_repeats_nothing(
-    tmp_path: Path, script: object
+    tmp_path: Path,
 ) -> None:
     out = tmp_path / "results" / "studies-8-gpus"
     rush = Path(sys.executable).parent / "rush"
@@ -109,7 +107,7 @@ def test_a_rehearsal_on_cpu_ranks_writes_every_record_and_repeats_nothing(
     again = subprocess.run(["bash", SCRIPT], env=environment, capture_output=True, text=True, check=True)
     assert again.stdout.count("done before") == 5
     (tmp_path / "results" / "plan-charts").symlink_to(ROOT / "results" / "plan-charts")
-    found = script.pieces(tmp_path / "results")  # type: ignore[attr-defined]
+    found = load().pieces(tmp_path / "results")
     assert "| zero3 | 2 |" in found["studies gpu"]
     assert "race-zero" in found["studies gpu"]
     assert "Under 0.22 GB" in found["chart batch"]
