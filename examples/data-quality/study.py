@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: commands are forked from a process that has it
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # before torch is imported: commands are forked from a process that has it
+)
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 
 from dirt import SHARES, make  # noqa: E402
@@ -29,11 +31,13 @@ from dirt import SHARES, make  # noqa: E402
 from rush.hardware import probe  # noqa: E402
 from rush.lab.statistics import student_quantile  # noqa: E402
 from rush.lab.trial.starter import COMMANDS, Starter, Streams  # noqa: E402
+from rush.recipe_io import load_recipe  # noqa: E402
 from rush.report.panel_file import standalone  # noqa: E402
-from rush.report.panels import Bar, Bars  # noqa: E402
+from rush.report.panels import Curve, Curves, Dot, Level, Mark  # noqa: E402
 
 PIPELINE, RECIPE = HERE / "pipeline.toml", HERE / "recipe.toml"
 PAGE = HERE.parents[1] / "docs" / "finetuning" / "cleaning.md"
+PICTURE = HERE.parents[1] / "docs" / "pictures" / "data-quality.svg"
 BEGIN, END = "<!-- quality: begin, by examples/data-quality/study.py -->", "<!-- quality: end -->"
 RAW, BEFORE = "raw", "before the dirt"
 
@@ -115,10 +119,11 @@ class Study:
             rows.append({"corpus": name, "documents": sum(kinds.values()), "bytes": corpus.stat().st_size, "kinds": dict(kinds),
                          "losses": losses[name], "loss": statistics.fmean(losses[name]),
                          "gain": None if name == RAW else interval(gains)})  # fmt: skip
-        recipe = tomllib.loads(RECIPE.read_text())
+        recipe = load_recipe(str(RECIPE), changes)
+        assert recipe.batch.total_tokens is not None
         return {
             "format": 1,
-            "tokens": recipe["schedule"]["steps"] * recipe["batch"]["total_tokens"],
+            "tokens": recipe.schedule.steps * recipe.batch.total_tokens,
             "seeds": seeds,
             "planted": SHARES,
             "machine": probe().to_dict(),
@@ -141,20 +146,22 @@ def quantile(freedom: int) -> float:
 
 
 def picture(record: dict[str, Any]) -> str:
-    bars = [
-        Bar(row["corpus"], gain["mean"], gain["low"], gain["high"], color=2 if row["corpus"] == BEFORE else 1)
-        for row in record["rows"]
-        if (gain := row["gain"])
+    rows = [row for row in record["rows"] if row["gain"]]
+    dots = [
+        Dot(place, row["gain"]["mean"], row["gain"]["low"], row["gain"]["high"])
+        for place, row in enumerate(rows, start=1)
     ]
     caption = (
-        f"Held-out loss on the raw corpus minus that on what is left, nats a token: mean of {record['seeds']} seeds, 95 % interval, "
-        f"{record['tokens']:,} tokens each. Stages are cumulative."
+        f"Held-out loss on the raw corpus minus that on what is left (above zero: cleaning helped), nats a token: mean of "
+        f"{record['seeds']} seeds with its 95 % interval, {record['tokens']:,} tokens each. Stages are cumulative."
     )
-    return standalone(
-        "What cleaning gives at equal tokens",
-        "",
-        [Bars("Held-out loss gained over the raw corpus", "", bars, caption=caption)],
-    )
+    panel = Curves(
+        "Held-out loss gained over the raw corpus", "stages, one after another", "nats a token", "", "",
+        [Curve("", dots, color=1, style="dots")], x_log=False, y_log=False, y_from_zero=False, caption=caption,
+        levels=[Level(0.0, "")],
+        marks=[Mark(place, row["corpus"]) for place, row in enumerate(rows, start=1)],
+    )  # fmt: skip
+    return standalone("What cleaning gives at equal tokens", "", [panel])
 
 
 def table(record: dict[str, Any]) -> str:
@@ -185,7 +192,7 @@ def main() -> None:
         description="What each stage of cleaning gives in held-out loss, at equal tokens."
     )
     options.add_argument("folder", type=Path, nargs="?", help="where corpora and runs are kept")
-    options.add_argument("--record", type=Path, required=True, help="folder of record.json and picture.svg")
+    options.add_argument("--record", type=Path, required=True, help="folder of record.json")
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change of the recipe"
@@ -206,7 +213,7 @@ def main() -> None:
         given.record.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     record = json.loads(path.read_text())
-    (given.record / "picture.svg").write_text(picture(record))
+    PICTURE.write_text(picture(record))
     PAGE.write_text(write_page(record))
 
 
