@@ -103,7 +103,7 @@ def grouped(parts: Mapping[str, float], groups: Mapping[str, Sequence[str]]) -> 
 
 
 def memory_row(point: PredictedPoint, name: str = "") -> StackRow:
-    parts = dict(point["memory_bytes"])
+    parts: dict[str, float] = {**point["memory_bytes"]}
     parts["between steps"] = max(0.0, point["needed_bytes"] - sum(parts.values()))
     share, total = point["expected_error"]["memory"], point["needed_bytes"]
     note = "does not fit" if not point["fits"] else "fits by less than the error" if point["tight"] else ""

@@ -57,7 +57,7 @@ def _zero(record: PlanChartRecord) -> list[Panel]:
     room = Level(over[0]["room_bytes"], "memory of a device")
     speed = plan_lines(over, per_device, "time")
     memory = plan_lines(over, needed, "memory")
-    found = [
+    found: list[Panel] = [
         memory_panel(f"Memory of one of {devices} devices", stages, names),
         time_panel(f"A step on {devices} devices", stages, names),
         Curves(
@@ -73,11 +73,9 @@ def _zero(record: PlanChartRecord) -> list[Panel]:
         Curves("Speed over devices", "devices", "tokens/s of a device", "", "", speed, y_log=False),
     ]
     lines = measured_lines(record["published"], measured_each, None, per_device)
-    return (
-        [*found, Curves("Published runs", "devices", "tokens/s of a device", "", "", lines)]
-        if lines
-        else found
-    )
+    if lines:
+        found.append(Curves("Published runs", "devices", "tokens/s of a device", "", "", lines))
+    return found
 
 
 def _links(record: PlanChartRecord) -> list[Panel]:

@@ -53,7 +53,9 @@ def test_shards_hold_their_part_of_moments() -> None:
 
 def test_muon_has_one_momentum_for_a_matrix_of_a_block_and_two_moments_for_all_the_rest() -> None:
     spec, width, layers = plain("techniques=['muon']"), 768, 12
-    matrices = layers * 12 * width * width  # queries, keys, values, output, and an MLP of four widths, up and down
+    matrices = (
+        layers * 12 * width * width
+    )  # queries, keys, values, output, and an MLP of four widths, up and down
     found = memory_of(spec)
     assert found.parts["optimizer"] == 8 * count_parameters(spec.shape) - 4 * matrices
     sharded = memory_of(replace(spec, layout={**spec.layout, "fsdp": 4}))

@@ -132,9 +132,7 @@ def cards(options: ChartOptions, points: Points) -> dict[str, Any]:
                 target = machine(key, devices, options.link, options.network)
                 keys = in_sharding(recipe, "ZeRO-2", devices)
                 group = f"{name}, {STRONG}"
-                points.plan(
-                    recipe, target, key, devices, group=group, name="ZeRO-2", **keys
-                )
+                points.plan(recipe, target, key, devices, group=group, name="ZeRO-2", **keys)
                 grown = {"batch__total_tokens": recipe.micro * recipe.batch.sequence * devices}
                 group = f"{name}, {WEAK}"
                 points.plan(
