@@ -93,7 +93,8 @@ class Submitted:
         self.cluster.wait(f"step {step} of job {self.number}, whose log is\n{self.said}", there, 240)
 
     def restarted(self, times: int) -> None:
-        """Wait until Slurm has queued it again so often; then do not wait out the two minutes before it may begin."""
+        """Wait until Slurm has queued it again so often; then do not wait out the two minutes before it may begin. (At once is
+        too soon: a node takes no job with the credential of the second in which it was revoked.)"""
         asked = self.cluster.job
         self.cluster.wait(
             f"restart {times}",
@@ -102,7 +103,7 @@ class Submitted:
                 and asked(self.number)["JobState"] != "COMPLETING"
             ),
         )
-        self.cluster.ask("scontrol", "update", f"jobid={self.number}", "starttime=now")
+        self.cluster.ask("scontrol", "update", f"jobid={self.number}", "starttime=now+5")
 
     def nodes(self) -> set[str]:
         self.cluster.wait("a running job", lambda: self.state == "RUNNING", 60)
