@@ -28,6 +28,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     import tests.quick_interpreter  # noqa: F401
+if find_spec("hypothesis"):  # which a GPU machine may lack
+    from hypothesis import settings
+
+    # On a busy machine any case may take long, whatever it does.
+    settings.register_profile("any machine", deadline=None)
+    settings.load_profile("any machine")
 # Tests run side by side, on tensors that are small: threads would wait for each other, and compilers' helpers, which each
 # process would start for itself, take longer to come up than what they compile. What tests start inherits it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

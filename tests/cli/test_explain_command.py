@@ -44,7 +44,7 @@ def test_alone_it_lists_the_topics_with_a_line_each(capsys: pytest.CaptureFixtur
     ("words", "message"),
     [
         (["atention"], "did you mean 'attention'?"),
-        (["xyz"], "allowed: attention, batch, fusion"),
+        (["xyz"], "allowed: attention, batch, cpu-gpu"),
         (["batch", "--model", "tiny"], "--model is not an option of the topic batch"),
         (["attention", "--device", "gpu"], "--device 'gpu' is not known here"),
         (["roofline", "--model", "gpt2-124"], "did you mean 'gpt2-124m'"),

@@ -190,7 +190,6 @@ def recipes(name: str) -> list[Recipe]:
     if name == "fused_update":
         own.append(recipe_of("{name='fused_update', stochastic_rounding=true}"))
     if name == "muon":
-        own.append(recipe_of(name, overrides=["layout.tp=2", "batch.micro=1"]))
         offloaded = "{name='fsdp', offload=true}"
         own.append(recipe_of(name, offloaded, overrides=["layout.fsdp=2", "batch.micro=1"]))
     if name == "fp8":

@@ -74,10 +74,6 @@ technique = api.Technique(
     apply=apply,
     requires=(
         api.Requirement(
-            "it orthogonalizes whole matrices, of which layout.tp gives each rank a part; use layout.fsdp",
-            lambda machine, recipe: recipe.layout.tp == 1,
-        ),
-        api.Requirement(
             "it updates on the device; set fsdp's knob offload to false",
             lambda machine, recipe: not api.knob_of(recipe, "fsdp", "offload", False),
         ),
@@ -91,6 +87,7 @@ technique = api.Technique(
         "lora",
         "pure_bf16",
         "qlora",
+        "tp",
     ),
     reasons={
         "adam8bit": "both replace the update",
@@ -101,6 +98,7 @@ technique = api.Technique(
         "lora": "its update is for whole matrices, and adapters have a low rank by design",
         "pure_bf16": "most of its updates are below the last bit of a bf16 weight; take amp_bf16",
         "qlora": "its update is for whole matrices, and adapters have a low rank by design",
+        "tp": "it orthogonalizes whole matrices, of which tp gives each rank a part; use fsdp",
     },
     claim=api.Claim(
         "tokens to the same loss",
