@@ -59,6 +59,14 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _give_back_card_memory() -> Iterator[None]:
+    """Several workers share one card: what a test is done with must not stay in its worker's allocator."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """One Chromium for all pages; each opens in a tab of its own."""

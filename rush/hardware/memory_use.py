@@ -129,6 +129,11 @@ def free_memory(device: str) -> int:
 
 CUDA_OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation, the `error_code` of torch's AcceleratorError."""
+_NO_MEMORY = (
+    "can't allocate memory", "not enough memory", "bad_alloc", "bad allocation", "out of memory",
+    # cuBLAS takes its workspace when its handle is made, which may be at any matmul; cuDNN likewise.
+    "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
+)  # fmt: skip
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -141,10 +146,7 @@ def out_of_memory(error: BaseException) -> bool:
     if getattr(error, "error_code", None) == CUDA_OUT_OF_MEMORY:
         return True
     message = str(error)
-    return isinstance(error, RuntimeError) and any(
-        word in message
-        for word in ("can't allocate memory", "not enough memory", "bad_alloc", "bad allocation")
-    )
+    return isinstance(error, RuntimeError) and any(word in message for word in _NO_MEMORY)
 
 
 _GIB = {"GiB": 1.0, "MiB": 2**-10, "KiB": 2**-20, "bytes": 2**-30}

@@ -22,7 +22,7 @@ from rush.clusters import Job, check_nodes, documents, manifest, script
 from rush.errors import RecipeError
 from rush.parallel.slurm_ranks import first_host, rank_variables
 from rush.recipe_io import load_recipe, parse
-from tests.clusters.jobs import job
+from tests.clusters.jobs import JOBS, job
 from tests.training.small_runs import ROOT, environment, rows, small_recipe, write_corpus
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed (it comes with .[dev])")
@@ -33,19 +33,6 @@ SCHEMA_OF = {
     "ConfigMap": "configmap",
     "TrainingRuntime": "trainingruntime",
     "TrainJob": "trainjob",
-}
-
-
-EVERYTHING: dict[str, Any] = {
-    "name": "My 1st run!", "partition": "gpu", "account": "us", "container": "registry/rush:1", "cpus_per_node": 96,
-    "memory_per_node": "900G", "environment": {"NCCL_DEBUG": "WARN", "SAID": "a 'quoted' $word"}, "namespace": "lab",
-    "storage_class": "fast", "image": "registry/rush:1",
-}  # fmt: skip
-JOBS = {
-    "plain": job(),
-    "everything": job(**EVERYTHING),
-    "a venv": job(venv="/shared/a venv", run_folder="$SCRATCH/runs/a run"),
-    "ranks by srun": job(torchrun=False, cpus_per_node=96),
 }
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from rush.clusters import manifest, task_file
-from tests.clusters.jobs import job
-from tests.clusters.test_launch import JOBS
+from tests.clusters.jobs import JOBS, job
 from tests.clusters.test_skypilot import TASKS, WHEEL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

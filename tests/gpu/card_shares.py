@@ -1,7 +1,7 @@
 """Shares of one card's memory, for tests that run at the same time in several processes.
 
 A life of a ready recipe takes gigabytes. Thirteen of them at once do not fit on a card, and a full card fails tests that have
-nothing to do with it. So a large life takes a share and waits until one is free.
+nothing to do with it. So a large life takes a share and waits until one is free, and the card has room.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 
-SHARES = 6
+import torch
+
+SHARES = 5
+ROOM_BYTES, LONGEST_WAIT_S = 40 << 30, 60.0
+"""What a large life may take at most, and how long it waits until that is free: a smaller card never has it."""
 
 
 @contextmanager
@@ -30,5 +34,12 @@ def card_share() -> Iterator[None]:
             except BlockingIOError:
                 time.sleep(0.1)
                 continue
+            _wait_for_room()
             yield
             return
+
+
+def _wait_for_room() -> None:
+    until = time.monotonic() + LONGEST_WAIT_S
+    while torch.cuda.mem_get_info()[0] < ROOM_BYTES and time.monotonic() < until:
+        time.sleep(0.5)

@@ -11,9 +11,8 @@ import torch
 
 from rush.errors import Diverged, MachineError, RankLost, RecipeError
 from rush.files import json_safe, write_json_atomic
+from rush.hardware.memory_use import out_of_memory
 from rush.lab.trial.found import TrialFound
-
-_NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "not enough memory")
 
 
 def settle(result: TrialResult, work: Callable[[], None]) -> None:
@@ -34,7 +33,7 @@ def settle(result: TrialResult, work: Callable[[], None]) -> None:
     except MemoryError as error:
         result.finish("out_of_memory", f"memory ran out ({error or 'MemoryError'}).")
     except RuntimeError as error:
-        if not any(text in str(error) for text in _NO_MEMORY):
+        if not out_of_memory(error):
             raise
         result.finish("out_of_memory", f"memory ran out: {str(error).splitlines()[0][:300]}")
 

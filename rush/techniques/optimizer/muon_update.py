@@ -84,7 +84,9 @@ class Muon(torch.optim.Optimizer):
             for orthogonal in (True, False)
             if (chosen := [p for p in group["params"] if (id(p) in matrices) == orthogonal])
         ]
-        super().__init__(apart, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        # `fused` has torch and our checkpoints load AdamW's step counts to the device, where its kernel wants them.
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True}
+        super().__init__(apart, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
