@@ -55,7 +55,7 @@ def _prepare(spec: dict[str, Any], folder: Path) -> tuple[BenchDevice, Any]:
     machine = probe(spec["device"])
     if machine.device != "cuda":
         os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported, which is when Triton decides
-    dtypes = ("float32",) if machine.device == "cpu" else ("bfloat16", "float8")
+    dtypes = ("float32",) if machine.device == "cpu" else ("bfloat16", "float8", "int8")
     rates = ceilings(machine, dtypes).rates()
     described = {"machine": machine.to_dict(), "ceilings": rates, "packages": _packages()}
     write_json_atomic(folder / "machine.json", json_safe(described)[0])

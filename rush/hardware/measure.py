@@ -18,7 +18,7 @@ from torch import Tensor
 from rush.hardware.samples import Sample
 from rush.hardware.stopwatch import time_calls
 
-DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
+DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8", "int8")
 HALF_KERNEL = "half_kernel"
 """`rush::fp16_matmul`: a matmul of fp32 matrices with fp16 operands. It is compiled on first use, which takes longer than measuring,
 so it is measured only on request, after its module was loaded."""
@@ -29,6 +29,7 @@ _TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float8": torch.float8_e4m3fn,
+    "int8": torch.int8,
     HALF_KERNEL: torch.float32,
 }
 # m, k, n of the matmuls; the last are MLP shapes.
@@ -115,6 +116,13 @@ def _unsupported(device: str, dtype: str) -> str | None:
             return "float8 matmuls are measured on NVIDIA devices only"
         if torch.cuda.get_device_capability() < (8, 9):
             return "float8 matmuls need compute capability 8.9"
+    if dtype == "int8":
+        if device != "cuda":
+            return "int8 matmuls need an accelerator"
+        if torch.version.hip is not None:
+            return "int8 matmuls are measured on NVIDIA devices only"
+        if torch.cuda.get_device_capability() < (8, 0):
+            return "int8 matmuls need compute capability 8.0"
     if dtype == HALF_KERNEL:
         if device != "cpu":
             return "rush::fp16_matmul runs on ARM CPUs"
@@ -125,6 +133,12 @@ def _unsupported(device: str, dtype: str) -> str | None:
 def _matmul(device: str, dtype: str, rows: int, inner: int, columns: int) -> Callable[[], object]:
     """A closure that computes a matmul of two random matrices."""
     target = _TORCH_DTYPES[dtype]
+    if dtype == "int8":
+        # Rows of normal numbers, the largest at 127, as a layer scales them; casting truncates, which changes no rate.
+        ints, others = (
+            (32 * _normal(size, inner, device)).clamp(-127, 127).to(target) for size in (rows, columns)
+        )
+        return lambda: torch._int_mm(ints, others.t())
     left = _normal(rows, inner, device).to(target)
     # Transposed, as a linear layer stores its weight and fp8 kernels need it.
     right = _normal(columns, inner, device).to(target).t()

@@ -69,9 +69,9 @@ def test_the_copy_rate_counts_reading_and_writing() -> None:
 
 
 def test_unsupported_matmul_dtypes_of_a_cpu_have_a_reason(tmp_path: Path) -> None:
-    found = ceilings(probe("cpu"), ("tf32", "float8"), bandwidth=False, folder=tmp_path)
+    found = ceilings(probe("cpu"), ("tf32", "float8", "int8"), bandwidth=False, folder=tmp_path)
     assert found.matmul == {}
-    assert set(found.unsupported) == {"tf32", "float8"}
+    assert set(found.unsupported) == {"tf32", "float8", "int8"}
     assert found.matmul_rate("tf32") is None
 
 
