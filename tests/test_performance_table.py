@@ -81,6 +81,27 @@ def test_what_was_measured_often_is_one_row_with_the_median_of_all_records(
     assert order == ["b", "a", "d", "c", "e"], "all of them, in the order they were measured"
 
 
+def test_a_record_against_a_baseline_of_another_kind_is_a_row_of_its_own_and_says_so(
+    script: Any, tmp_path: Path
+) -> None:
+    """nanoGPT's setting was once our own model with techniques: slower than nanoGPT, so its ratio is no verdict on it."""
+    former = _measured(1.25, (1.24, 1.26), "2026-01-01", at_least=1.2, verdict="reached")
+    former["workloads"][0]["rival_kind"] = "recipe"
+    _write(
+        tmp_path,
+        former=former,
+        now=_measured(1.15, (1.14, 1.16), "2026-01-02", at_least=1.2, verdict="missed"),
+    )
+    text = script.performance(tmp_path)
+    now, then = (line.split(" | ") for line in text.splitlines() if "`gpt2-124m-fast`" in line)
+    assert (now[1].partition(":")[0], now[3][:6]) == ("nanoGPT's setting", "1.150×")
+    assert (then[1].partition(":")[0], then[3][:6]) == ("nanoGPT's setting, rebuilt from our model", "1.250×")
+    assert (now[8], then[8]) == ("missed", "reached, of a former baseline")
+    assert "Its ratios say nothing about nanoGPT's own speed" in text
+    (pairs,) = script.pairs(tmp_path).values()
+    assert [(pair.verdict, pair.reached) for pair in pairs] == [("missed", False), ("former baseline", False)]
+
+
 @pytest.mark.parametrize(
     ("ends", "why", "word"),
     [

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -106,20 +106,44 @@ class BaselineOptions:
         }
         return [name for name, needed in wanted.items() if needed]
 
+    def kernels(self, shape: Shape) -> list[str]:
+        """Parts of the names of kernels that must have run."""
+        liger = [*LIGER, LIGER_GATES[shape.activation]] if self.with_liger else []
+        return [*liger, *(["Dequantize"] if self.quantized else [])]
+
 
 def measure_baseline(spec: Mapping[str, Any], result: Any) -> None:
-    """Time the baseline's steps, then watch one: which kernels ran."""
-    machine = Machine.from_dict(spec["machine"])
-    recipe = parse(tomllib.loads(spec["recipe"]))
+    """Time the steps of the library's model."""
     options = BaselineOptions(**spec["options"])
     _need(options)
+
+    def build(recipe: Recipe, machine: Machine) -> Run:
+        return build_baseline(recipe, machine, options)
+
+    result.add(versions=_versions(options))
+    measure_run(spec, result, build, options.kernels, references=options.preferences is not None)
+
+
+def measure_run(
+    spec: Mapping[str, Any],
+    result: Any,
+    build: Callable[[Recipe, Machine], Run],
+    kernels: Callable[[Shape], Sequence[str]],
+    *,
+    references: bool = False,
+) -> None:
+    """Time the steps of what `build` makes, then watch one: which kernels ran, and whether those wanted did.
+
+    `references`: the log-probabilities that preferences are compared with, from the baseline's own first weights.
+    """
+    machine = Machine.from_dict(spec["machine"])
+    recipe = parse(tomllib.loads(spec["recipe"]))
     corpus = open_corpus(recipe, None, lambda text: None)
     began = time.monotonic()
-    run = build_baseline(recipe, machine, options)
+    run = build(recipe, machine)
     result.took("build", began)
-    result.add(versions=_versions(options), weights=weights_in_words(run.model))
-    # References of preferences, from the baseline's own first weights.
-    corpus = corpus.ready_for(run, None, None) if options.preferences else corpus
+    result.add(weights=weights_in_words(run.model))
+    corpus = corpus.ready_for(run, None, None) if references else corpus
     with corpus.loader(recipe, run.loader_options) as loader:
         began = time.monotonic()
         result.add(timing=time_steps(run, loader, Timing(**spec["timing"])))
@@ -127,7 +151,7 @@ def measure_baseline(spec: Mapping[str, Any], result: Any) -> None:
         stepper = Stepper(run, loader)
         if spec["profile"]:
             began = time.monotonic()
-            result.add(evidence=_watch(run, stepper, options))
+            result.add(evidence=_watch(run, stepper, kernels(recipe.shape())))
             result.took("profile", began)
         stepper()
         assert stepper.last is not None
@@ -249,7 +273,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _watch(run: Run, stepper: Stepper, options: BaselineOptions) -> list[dict[str, Any]]:
+def _watch(run: Run, stepper: Stepper, wanted: Sequence[str]) -> list[dict[str, Any]]:
     """Which telling kernels ran in a step; nothing on a CPU, which has no kernels to see."""
     if run.device.type != "cuda":
         return []
@@ -259,11 +283,6 @@ def _watch(run: Run, stepper: Stepper, options: BaselineOptions) -> list[dict[st
         stepper()
     names = {event.key for event in profile.key_averages()}
     telling = sorted(name[:60] for name in names if any(part in name.lower() for part in INTERESTING))
-    gate = LIGER_GATES[run.recipe.shape().activation]
-    wanted = [
-        *((*LIGER, gate) if options.with_liger else ()),
-        *(["Dequantize"] if options.quantized else ()),
-    ]
     missing = [part for part in wanted if not any(part in name for name in names)]
     what = f"did not run: {', '.join(missing)}" if missing else f"ran {', '.join(telling)[:600]}"
     return [{"technique": "baseline", "took_effect": not missing, "what": what}]

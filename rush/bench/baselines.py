@@ -6,8 +6,8 @@ ratio carries an interval; ours also carry the evidence of their techniques and 
 plain fp32, and a short life (`usable.py`): a ratio without them is not a finding. A recipe that learns something else by design (adapters) is held
 against the same method in fp32 without anything that is there for speed: same adapters, same quantized base.
 
-The baseline's weights are as random as ours but not the same ones, so the losses of the two sides are not compared here; that
-both compute the same loss from the same weights is for the tests to show, at a small shape.
+A library's weights are as random as ours but not the same ones, so the losses of the two sides are not compared here; that
+both compute the same loss from the same weights is for the tests to show, at a small shape. (nanoGPT's baseline begins with ours.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rush.bench.longest import LongestSequence, life_took, took
-from rush.bench.workloads import TargetedRecipe, WorkloadSpec
+from rush.bench.workloads import KINDS, TargetedRecipe, WorkloadSpec
 from rush.files import timestamp
 from rush.lab.ladder.findings import FORMULAS, Baselines, RungState, rung_of
 from rush.lab.ladder.ladder_file import LadderPlan, SearchConfig
@@ -136,7 +136,7 @@ class Match:
     def _baseline_trial(self, number: int) -> Outcome:
         baseline, bench = self.spec, self.bench
         spec: dict[str, Any] = {
-            "kind": "measure" if baseline.kind == "recipe" else "rush.bench.baseline_run:measure_baseline",
+            "kind": KINDS[baseline.kind].measure,
             "recipe": write_toml(baseline.recipe),
             "machine": bench.machine.to_dict(),
             "timing": self.workload.measure.model_dump(include=set(TIMING)),

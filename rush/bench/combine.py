@@ -1,9 +1,12 @@
 """Several records of the same thing as one: the median of all, with an interval over all of them.
 
-Records are of the same thing if they have the same workload, the same techniques with the same knobs (recipes go by what
-they measured, not by the name they had) and the same kind of machine. Where a recipe of that name had other techniques
-before, those of its latest record count. A kernel has no recipe: records with another key, which its sources are part of,
-are of another kernel.
+Records are of the same thing if they have the same workload, the same baseline, the same techniques with the same knobs
+(recipes go by what they measured, not by the name they had) and the same kind of machine. Where a recipe of that name had
+other techniques before, those of its latest record count. A kernel has no recipe: records with another key, which its
+sources are part of, are of another kernel.
+
+A record against a baseline of another kind than the workload has now keeps its ratio, in a row of its own whose title and
+verdict say so: `nanoGPT's setting` was our own plain GPT-2 before `rush.bench.nanogpt`.
 
 What a record calls equal is judged again by the rule of now from the losses it holds, since rules become stricter when they
 are found out; a record that is not equal is no finding, and its speed is in no median.
@@ -15,6 +18,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -55,32 +59,40 @@ class CombinedRecord:
         parity = (self.ours["rung"].get("parity") or {}).get("verdict", "not judged")
         if 0 < self.num_equal < len(self.paths):
             parity = f"equal in {self.num_equal} of {len(self.paths)} records"
-        return parity, verdict_words(dict(self.ours["target"]))
+        words = verdict_words(dict(self.ours["target"]))
+        return parity, f"{words}, of a former baseline" if self.former_baseline else words
+
+    @property
+    def former_baseline(self) -> bool:
+        return _is_former(self.work)
 
 
 def combined(results: Path) -> dict[str, list[CombinedRecord]]:
     """By machine, a row for each workload and recipe, in the order of the workloads."""
-    groups: dict[tuple[str, str], list[tuple[tuple[str, ...], Path, ModelRecord]]] = {}
+    groups: dict[tuple[str, str, str], list[tuple[tuple[str, ...], Path, ModelRecord]]] = {}
     for path, record in sorted(model_records(results), key=lambda item: item[1]["started"]):
         for work in record["workloads"]:
             for ours in work.get("ours", ()):
                 techniques = _identity(tomllib.loads(ours["rung"]["recipe"]).get("techniques", []))
                 one: ModelRecord = {**record, "workloads": [{**work, "ours": [ours]}]}
-                key = (machine_kind(record["machine"]), title_of(work["name"], ours["rung"]["name"]))
+                title = title_of(work["name"], ours["rung"]["name"])
+                key = (machine_kind(record["machine"]), title, work["rival"]["title"])
                 groups.setdefault(key, []).append((techniques, path, one))
-    order = list(tomllib.loads(FILE.read_text(encoding="utf-8"))["workloads"])
+    order = list(_known())
     found: dict[str, list[CombinedRecord]] = {}
-    for (where, _), measured in groups.items():
+    for (where, *_), measured in groups.items():
         same = [(path, one) for techniques, path, one in measured if techniques == measured[-1][0]]
         former = tuple(path for techniques, path, _ in measured if techniques != measured[-1][0])
         found.setdefault(where, []).append(replace(_combined(same), former=former))
     for rows in found.values():
-        rows.sort(key=lambda row: (_place(row.work["name"], order), not row.ours.get("primary", True)))
+        rows.sort(key=lambda row: _place(row, order))
     return found
 
 
-def _place(name: str, order: Sequence[str]) -> int:
-    return order.index(name) if name in order else len(order)
+def _place(row: CombinedRecord, order: Sequence[str]) -> tuple[int, bool, bool]:
+    name = row.work["name"]
+    place = order.index(name) if name in order else len(order)
+    return place, row.former_baseline, not row.ours.get("primary", True)
 
 
 def _combined(records: Sequence[tuple[Path, ModelRecord]]) -> CombinedRecord:
@@ -135,10 +147,27 @@ def model_records(results: Path) -> list[tuple[Path, ModelRecord]]:
     return [(path, _judged_again(_by_names_of_now(read_models(path)))) for path in paths]
 
 
+REBUILT = "rebuilt from our model"
+
+
+@cache
+def _known() -> dict[str, Any]:
+    known: dict[str, Any] = tomllib.loads(FILE.read_text(encoding="utf-8"))["workloads"]
+    return known
+
+
+def _is_former(work: WorkloadRecord) -> bool:
+    """Whether the workload's baseline is now of another kind."""
+    baseline = _known().get(work["name"], {}).get("baseline")
+    return baseline is not None and work.get("rival_kind", baseline["kind"]) != baseline["kind"]
+
+
 def _by_names_of_now(record: ModelRecord) -> ModelRecord:
     """What was measured has the name that the list of workloads gives these techniques now: recipes change, records do not."""
-    known = tomllib.loads(FILE.read_text(encoding="utf-8"))["workloads"]
+    known = _known()
     for work in record["workloads"]:
+        if _is_former(work) and work["rival_kind"] == "recipe":
+            work["rival"]["title"] += f", {REBUILT}"
         listed = load_workloads([work["name"]])[0].ours if work["name"] in known else ()
         names = {_identity(ours.recipe.techniques): ours.name for ours in listed}
         for ours in work.get("ours", ()):

@@ -15,23 +15,44 @@ from typing import Any
 
 from rush.bench.baseline_preferences import WRITTEN_OUT, trl_missing
 from rush.bench.baseline_run import BaselineOptions
+from rush.bench.nanogpt import NanoGPTOptions
 from rush.errors import RecipeError, nearest
 from rush.lab.ladder.ladder_file import MeasureConfig, ParityConfig, change
 from rush.recipe import Recipe
 from rush.recipe_io import apply_override, parse, read_tree
 
 FILE = Path(__file__).with_name("workloads.toml")
-KINDS = ("recipe", "transformers")
+
+
+@dataclass(frozen=True)
+class BaselineKind:
+    measure: str
+    """What a trial of this kind runs."""
+    options: type | None = None
+    """What the workload's table may say beside its title, kind and recipe; None: techniques."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        own = ("techniques",) if self.options is None else (field.name for field in fields(self.options))
+        return ("title", "kind", "recipe", "changes", *own)
+
+
+KINDS = {
+    "recipe": BaselineKind("measure"),
+    "transformers": BaselineKind("rush.bench.baseline_run:measure_baseline", BaselineOptions),
+    "nanogpt": BaselineKind("rush.bench.nanogpt:measure_nanogpt", NanoGPTOptions),
+}
 
 
 @dataclass(frozen=True)
 class BaselineSpec:
     title: str
     kind: str
-    """`recipe`: our own plain model with the baseline's techniques. `transformers`: that library's model."""
+    """`recipe`: our own plain model with the baseline's techniques. `transformers`: that library's model. `nanogpt`: GPT-2 as
+    nanoGPT has it, in plain torch (`rush.bench.nanogpt`)."""
     recipe: Recipe
     options: Mapping[str, Any]
-    """For transformers: how its model is built (`rush.bench.baseline_run.BaselineOptions`)."""
+    """How a model that is not ours is built: `BaselineOptions` of transformers, `NanoGPTOptions`."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +94,6 @@ class WorkloadSpec:
 
 
 OURS_KEYS = ("recipe", "name", "at_least", "memory_at_most", "also", "techniques", "add", "changes", "parity")
-BASELINE_KEYS = (
-    "title",
-    "kind",
-    "recipe",
-    "techniques",
-    "changes",
-    *(field.name for field in fields(BaselineOptions)),
-)
 WORKLOAD_KEYS = ("about", "batch", "text", "parity", "measure", "ours", "baseline", "longest")
 
 
@@ -138,16 +151,19 @@ def _workload(
 def _baseline(
     name: str, table: Mapping[str, Any], recipe: Callable[[Mapping[str, Any]], Recipe]
 ) -> BaselineSpec:
-    _known(f"workloads.{name}.baseline", table, BASELINE_KEYS)
     kind = table["kind"]
     if kind not in KINDS:
         raise RecipeError(f"workloads.{name}.baseline.kind is {kind!r}; {nearest(kind, KINDS)}")
-    options = {field.name: table[field.name] for field in fields(BaselineOptions) if field.name in table}
-    plain: dict[str, Any] = {"techniques": []} if kind == "transformers" else {}
+    _known(f"workloads.{name}.baseline", table, KINDS[kind].keys)
+    own = KINDS[kind].options
+    options = {field.name: table[field.name] for field in fields(own) if field.name in table} if own else {}
+    plain: dict[str, Any] = {"techniques": []} if own else {}
     title = str(table["title"])
     if options.get("preferences") == "auto":
         options["preferences"] = "written" if trl_missing() else "trl"
         title = WRITTEN_OUT if trl_missing() else title
+    if own is not None:
+        own(**options)  # refuses what it cannot be
     return BaselineSpec(title, kind, recipe({**table, **plain}), options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rush.bench.combine import REBUILT
 from scripts.guide.book import Book, source
 from scripts.guide.tables import markdown
 
@@ -65,7 +66,7 @@ class Comparisons:
         return self.book.figure("whole", BENCH, f"sum({right} for op in a for row in op['rows'])", ("ops",))
 
     def baselines(self) -> str:
-        """Whole runs: transformers with Liger, and nanoGPT's setting, beside our recipes."""
+        """Whole runs: transformers with Liger, and nanoGPT's setting as our own model had it, beside our recipes."""
         say = self.say
         head = [say(word) for word in ("run", "baseline", "ours", "ratio", "peak memory", "parity")]
         rows = []
@@ -93,6 +94,8 @@ class Comparisons:
                 )
             ]
             title = self.book.value(file, "workloads", work, "rival").get("title") or "transformers + Liger"
+            if self.book.value(file, "workloads", work, "rival_kind") == "recipe":
+                title += f", {REBUILT}"  # a record of before `rush.bench.nanogpt`
             rows.append(
                 (
                     f"`{ours.partition(',')[0]}`",

@@ -56,6 +56,23 @@ def test_a_baseline_s_kernels_run_and_it_learns(options: dict[str, Any]) -> None
     assert not missing, (missing, sorted(names))
 
 
+@pytest.mark.parametrize("biases", [False, True])
+def test_nanogpts_kernels_run_compiled_and_it_learns(biases: bool) -> None:
+    """Fused attention, fused AdamW and the compiler's kernels, in plain bf16 autocast."""
+    from rush.bench.nanogpt import NanoGPTOptions, build_nanogpt
+
+    recipe = load_recipe("tiny", [*SHAPE, "batch.micro=8", "batch.total_tokens=1024", "techniques=[]"])
+    options = NanoGPTOptions(biases=biases)
+    run = build_nanogpt(recipe, probe("cuda"), options)
+    losses = [train_step(run, step, 5e-3, [batch()]).loss for step in range(1, 9)]
+    assert losses[-1] < losses[0] - 0.05, losses
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        train_step(run, 9, 5e-3, [batch()])
+    names = {event.key for event in profile.key_averages()}
+    missing = [part for part in options.kernels(recipe.shape()) if not any(part in name for name in names)]
+    assert not missing, (missing, sorted(names))
+
+
 STACK = ("pure_bf16", "{name='qlora', rank=8}", "flash_attention", "checkpoint_full", "{name='compile', scope='block'}",
          "{name='fused_loss', chunk_tokens=512}", "{name='fused_update', stochastic_rounding=true}")  # fmt: skip
 

@@ -174,7 +174,7 @@ def models() -> Table:
         "formulas": {"gain": "a quotient"},
         "workloads": [
             {"name": "gpt2-124m", "about": "GPT-2 124M, 64 × 1024 tokens a step", "micro": 64, "sequence": 1024,
-             "rival_kind": "recipe", "rival_versions": {"transformers": "5"},
+             "rival_kind": "nanogpt", "rival_versions": {"transformers": "5"},
              "rival": rung("nanoGPT's setting", 545_000.0, parity=None),
              "ours": [{"rung": rung("gpt2-124m-fast", 681_250.0, evidence=evidence), "target": reached},
                       {"rung": rung("gpt2-124m-other", 654_000.0), "target": missed},

@@ -18,7 +18,7 @@ from rush.techniques.api.evidence import describe_dtypes
 
 
 @contextmanager
-def _allowed() -> Iterator[None]:
+def tf32_allowed() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -28,7 +28,7 @@ def _allowed() -> Iterator[None]:
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
-    build.step_contexts.append(_allowed)
+    build.step_contexts.append(tf32_allowed)
 
 
 def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
