@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from rush.batch_schedule import BatchSizes, check_phases, last_step, read_phases
 from rush.errors import RecipeError, nearest
 from rush.models import SIZES, Shape
 from rush.models.numbers import LARGEST
@@ -37,6 +39,9 @@ LARGEST_PASS = 2**26
 """Tokens in one forward pass: more than any device holds the activations of."""
 LARGEST_NUMBER = 2**63 - 1
 """Of any key: what 64 bits hold."""
+
+
+IN_SCHEDULE = ("batch.schedule has a step of", " tokens")
 
 
 class Section(BaseModel):
@@ -118,6 +123,15 @@ class ObjectiveSection(Section):
     """With dpo, the reference's log-probabilities: computed once before training, or in every step."""
 
 
+class BatchPhase(Section):
+    """The first steps of a batch-size schedule, or the next ones."""
+
+    tokens: Positive
+    """Tokens per optimizer step."""
+    until: Positive | float
+    """The last step of this size; below 1 as a fraction of all steps."""
+
+
 class BatchSection(Section):
     micro: Positive | Literal["auto"]
     """Sequences per forward pass. `auto`: the fastest that fits according to the planner, checked with a real step when a
@@ -126,6 +140,15 @@ class BatchSection(Section):
     """Tokens per sequence."""
     total_tokens: Positive | None = None
     """Tokens per optimizer step, over all devices; gradients accumulate up to it. One micro batch without it."""
+    schedule: list[BatchPhase] | None = None
+    """Batch-size warmup: `[{tokens = 16384, until = 0.1}, {tokens = 32768, until = 0.3}]` takes steps of 16,384 tokens for the
+    first tenth of all steps, of 32,768 until 0.3, and of `total_tokens` from then on. From 1 on, `until` is a number of steps. The
+    learning rate does not follow the batch (docs/recipes.md)."""
+
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def _phases(cls, value: object) -> object:
+        return None if value is None else read_phases(value)
 
     @field_validator("micro", mode="before")
     @classmethod
@@ -225,6 +248,8 @@ class RunSection(Section):
     """On several ranks, steps between checks that replicas are equal bit for bit; also before every checkpoint. 0: never."""
     validate_every: NotNegative = 0
     """Steps between validations; 0: at the end only."""
+    validate_every_tokens: NotNegative = 0
+    """Validate also after each step that reaches a multiple of so many tokens, to compare runs whose batches differ; 0: never."""
     validate_sequences: Positive = 64
     """Sequences in each validation, always the same ones."""
     sample_every: NotNegative = 0
@@ -300,6 +325,9 @@ class Recipe(Section):
                 f"schedule.decay is {self.schedule.decay:g} and schedule.kind is {self.schedule.kind}; only wsd has a decay at the "
                 "end: set schedule.kind=wsd, or remove schedule.decay"
             )
+        check_phases(
+            [(one.tokens, one.until) for one in self.batch.schedule or ()], self.batch.total_tokens, steps
+        )
         _named_once("techniques", [name for name, _ in self.technique_uses()])
         return self
 
@@ -365,19 +393,54 @@ class Recipe(Section):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens per optimizer step."""
+        """Tokens per optimizer step; with a batch-size schedule, of the last steps."""
         return self.batch.total_tokens or self.micro * self.batch.sequence * self.data_ranks
 
     @property
+    def step_sizes(self) -> tuple[int, ...]:
+        """Tokens per optimizer step in the course of a run: several with a batch-size schedule, in order."""
+        return (*(one.tokens for one in self.batch.schedule or ()), self.step_tokens)
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens of a micro batch."""
+        return self.micro * self.batch.sequence
+
+    @property
+    def common_tokens(self) -> int:
+        """The largest number of tokens that divides steps of every size."""
+        return math.gcd(*self.step_sizes)
+
+    def batch_sizes(self, steps: int | None = None) -> BatchSizes:
+        """Tokens of every step of the run, or of one of so many steps."""
+        steps = self.steps if steps is None else steps
+        ends = [last_step(one.until, steps) for one in self.batch.schedule or ()]
+        return BatchSizes(tuple(ends), self.step_sizes)
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.batch_sizes().until(self.steps)
+
+    @property
     def accumulation(self) -> int:
-        """Micro batches per optimizer step on each data rank."""
+        """Micro batches per optimizer step on each data rank; with a batch-size schedule, of the last steps."""
+        return self.accumulations[-1]
+
+    @property
+    def accumulations(self) -> tuple[int, ...]:
+        """The same for every step size."""
+        return tuple(self._accumulation(tokens) for tokens in self.step_sizes)
+
+    def _accumulation(self, tokens: int) -> int:
         per_pass = self.micro * self.batch.sequence * self.data_ranks
-        whole, rest = divmod(self.step_tokens, per_pass)
+        whole, rest = divmod(tokens, per_pass)
         if rest or not whole:
             below = whole * per_pass
             legal = f"{below:,} or {below + per_pass:,}" if below else f"{per_pass:,}"
+            what, unit = ("batch.total_tokens is", "") if tokens == self.step_tokens else IN_SCHEDULE
             raise RecipeError(
-                f"batch.total_tokens is {self.step_tokens:,}, which is not a multiple of batch.micro × batch.sequence "
+                f"{what} {tokens:,}{unit}, which is not a multiple of batch.micro × batch.sequence "
                 f"× data ranks = {self.micro} × {self.batch.sequence} × {self.data_ranks} = {per_pass:,}; "
                 f"the nearest allowed: {legal}."
             )
@@ -392,6 +455,8 @@ class Recipe(Section):
             del content["schedule"]["epochs"]
         if self.schedule.decay is None:  # likewise
             del content["schedule"]["decay"]
+        if self.batch.schedule is None:
+            del content["batch"]["schedule"]
         content["run"] = _former_run(self.run.model_dump(mode="json", exclude_defaults=True))
         return content
 

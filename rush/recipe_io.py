@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from rush.errors import RecipeError, nearest
 from rush.models import SIZES
 from rush.ready import RECIPES
-from rush.recipe import AUTO, FORMER_NAMES, LARGEST_PASS, DataSection, Recipe, with_former_keys
+from rush.recipe import AUTO, FORMER_NAMES, IN_SCHEDULE, LARGEST_PASS, DataSection, Recipe, with_former_keys
 
 PUBLISHED = "published"
 _OVERRIDE = re.compile(r"^([A-Za-z_][\w.-]*?)\s*(\+=|-=|=)(.*)$", re.DOTALL)
@@ -70,7 +70,7 @@ def parse(tree: Mapping[str, Any], *, auto: bool = False) -> Recipe:
     if auto and recipe.auto:
         _check_step(recipe)
     else:
-        recipe.accumulation  # noqa: B018  (computing it is the check)
+        recipe.accumulations  # noqa: B018  (computing it is the check)
         _check_pass(recipe)
     if recipe.batch.sequence > recipe.shape().context:
         raise RecipeError(
@@ -91,17 +91,19 @@ def _check_pass(recipe: Recipe) -> None:
 
 def _check_step(recipe: Recipe) -> None:
     """With batch.micro = auto a step needs total_tokens, a multiple of the data ranks' sequences."""
-    total, row = recipe.batch.total_tokens, recipe.batch.sequence * recipe.data_ranks
-    if total is None:
+    row = recipe.batch.sequence * recipe.data_ranks
+    if recipe.batch.total_tokens is None:
         raise RecipeError(
             f'batch.micro is "{AUTO}", so batch.total_tokens must set the tokens per step; give a multiple of '
             f"batch.sequence × data ranks = {row:,}."
         )
-    if total % row:
-        raise RecipeError(
-            f"batch.total_tokens is {total:,}, which is not a multiple of batch.sequence × data ranks = {recipe.batch.sequence} × "
-            f"{recipe.data_ranks} = {row:,}; the nearest allowed: {max(total // row, 1) * row:,}."
-        )
+    for total in recipe.step_sizes:
+        if total % row:
+            what, unit = ("batch.total_tokens is", "") if total == recipe.step_tokens else IN_SCHEDULE
+            raise RecipeError(
+                f"{what} {total:,}{unit}, which is not a multiple of batch.sequence × data ranks = {recipe.batch.sequence} × "
+                f"{recipe.data_ranks} = {row:,}; the nearest allowed: {max(total // row, 1) * row:,}."
+            )
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -238,6 +240,10 @@ def _read_value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):  # no TOML, an integer of thousands of digits, thousands of brackets
         return text
+
+
+CONSTANT_BATCH = {"batch.schedule": None}
+"""What recipes of a few steps have: all of one size, which is set beside it."""
 
 
 def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:

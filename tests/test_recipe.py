@@ -83,7 +83,7 @@ def test_a_key_of_run_that_is_as_always_does_not_count() -> None:
     """So a later version can add one, and older runs and measurements keep their names."""
     recipe = parse(MINIMAL)
     assert recipe.content()["run"] == {}
-    assert recipe.content()["batch"] == recipe.model_dump(mode="json")["batch"]
+    assert recipe.content()["optimizer"] == recipe.model_dump(mode="json")["optimizer"]
     assert changed(recipe, {"run.keep": recipe.run.keep}).digest == recipe.digest
     assert changed(recipe, {"run.keep": recipe.run.keep + 1}).digest != recipe.digest
 

@@ -81,7 +81,15 @@ class LongestSequence:
         """Our recipe at this length, the model's context stretched to it where it is shorter."""
         tree = self.ours.recipe.model_dump(exclude_none=True)
         context = max(size, self.ours.recipe.shape().context)
-        change(tree, {"batch.sequence": size, "batch.total_tokens": "none", "model.shape.context": context})
+        change(
+            tree,
+            {
+                "batch.sequence": size,
+                "batch.total_tokens": "none",
+                "batch.schedule": "none",
+                "model.shape.context": context,
+            },
+        )
         return parse(tree)
 
     def predicted(self) -> int:

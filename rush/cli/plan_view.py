@@ -81,6 +81,10 @@ def show_plan(name: str, plan: Plan, tokens: float | None, price: float | None) 
             for part, value in plan.time.parts.items()
         ],
     )
+    if len(plan.spec.phases) > 1:
+        sizes = " → ".join(f"{float(size) * plan.spec.step_tokens:,.0f}" for _, size in plan.spec.phases)
+        whole = "" if plan.run is None else "; the whole run of {steps:,} steps: {tokens:,} tokens, {hours:,.1f} h".format(**plan.run)  # fmt: skip
+        say(f"\nBatch-size schedule: {sizes} tokens a step{whole}")
     if tokens:
         say(f"\n{plan.say_budget(tokens, price)}")
     say(f"\nRates: {target.how} ({'; '.join(plan.sources)})")

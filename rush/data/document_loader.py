@@ -85,10 +85,11 @@ class DocumentLoader(PrefetchingLoader[Place]):
         self._place: Place = (0, 0)
         self._plans: dict[int, tuple[PackingPlan, Ints]] = {}
 
-    def next_step(self) -> Iterator[Batch]:
-        """This rank's micro batches of the next step; advances the state."""
+    def next_step(self, micro_batches: int | None = None) -> Iterator[Batch]:
+        """This rank's micro batches of the next step, all ranks' together `micro_batches` or as always; advances the state."""
         start = self._place
-        count = self._step_size(start)
+        count = self._step_size(start) if micro_batches is None else micro_batches
+        assert count % self.world == 0, (count, self.world)
         self._place = self._after(start, count)
         first = self._after(start, self.rank)
         places = [first]
@@ -104,7 +105,7 @@ class DocumentLoader(PrefetchingLoader[Place]):
             epoch += 1
         return max(1, ceil_nearly(batches / self.batches_per_step))
 
-    def epochs_in(self, steps: int) -> float:
+    def epochs_in(self, steps: float) -> float:
         """Passes over the documents after so many steps from the start, each taken to have as many micro batches as the first."""
         return steps * self.batches_per_step / len(self._plan(0)[0])
 

@@ -1,7 +1,7 @@
 """Batches for pretraining, in an order computed by a formula, with a state of three numbers.
 
-The seed fixes one sequence of the samples of all epochs. A step takes the next `samples_per_step` of it, split into micro
-batches, which are assigned to ranks round-robin. So the samples of a step do not depend on the number of ranks, the micro batch
+The seed fixes one sequence of the samples of all epochs. A step takes the next `samples_per_step` of it (or as many micro batches
+as are asked for), split into micro batches, which are assigned to ranks round-robin. So the samples of a step do not depend on the number of ranks, the micro batch
 or the number of workers; the state is a position in the sequence, and a run may be resumed with any of them changed.
 Legend: b micro batch, t sequence.
 """
@@ -25,9 +25,9 @@ from rush.errors import DataError, RecipeError
 class Steps(Protocol):
     """What training needs of a loader."""
 
-    def next_step(self) -> Iterator[Batch]: ...
+    def next_step(self, micro_batches: int | None = None) -> Iterator[Batch]: ...
     def steps_in(self, epochs: float) -> int: ...
-    def epochs_in(self, steps: int) -> float: ...
+    def epochs_in(self, steps: float) -> float: ...
     @property
     def epoch(self) -> float: ...
     def state(self) -> dict[str, int]: ...
@@ -95,17 +95,19 @@ class Loader(PrefetchingLoader[int]):
         self.shuffle = shuffle
         self._place = 0  # samples before the next step, over all epochs
 
-    def next_step(self) -> Iterator[Batch]:
-        """This rank's micro batches of the next step; advances the state."""
+    def next_step(self, micro_batches: int | None = None) -> Iterator[Batch]:
+        """This rank's micro batches of the next step, all ranks' together `micro_batches` or as always; advances the state."""
         start = self._place
-        self._place += self.samples_per_step
-        return self.batches(self._places(start))
+        samples = self.samples_per_step if micro_batches is None else micro_batches * self.micro
+        assert samples > 0 and samples % (self.micro * self.world) == 0, samples  # noqa: PT018
+        self._place += samples
+        return self.batches(range(start + self.rank * self.micro, self._place, self.world * self.micro))
 
     def steps_in(self, epochs: float) -> int:
         """Steps in which every sample has been read `epochs` times."""
         return max(1, ceil_nearly(epochs * len(self.dataset) / self.samples_per_step))
 
-    def epochs_in(self, steps: int) -> float:
+    def epochs_in(self, steps: float) -> float:
         """Passes over the data after so many steps from the start."""
         return steps * self.samples_per_step / len(self.dataset)
 
@@ -130,10 +132,6 @@ class Loader(PrefetchingLoader[int]):
         self._drop_waiting()
         self.seed = state["seed"]
         self._place = state["epoch"] * count + state["position"]
-
-    def _places(self, start: int) -> range:
-        """First places of this rank's micro batches in the step that starts at `start`."""
-        return range(start + self.rank * self.micro, start + self.samples_per_step, self.world * self.micro)
 
     def _following(self, place: int) -> int:
         return place + self.world * self.micro

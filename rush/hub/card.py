@@ -201,7 +201,7 @@ def _training(card: Card) -> str:
         "tokenizer": f"`{data.tokenizer}`",
         "objective": recipe.objective.kind,
         "checkpoint": None if card.step is None else f"step {card.step:,} of {recipe.schedule.steps or 0:,}",
-        "batch": f"{recipe.step_tokens:,} tokens a step, sequences of {recipe.batch.sequence:,}",
+        "batch": f"{' → '.join(f'{size:,}' for size in recipe.step_sizes)} tokens a step, sequences of {recipe.batch.sequence:,}",
         "tokens": f"{last['tokens']:,}" if last and "tokens" in last else None,
         "passes over the data": f"{last['epoch']:.3g}" if last and "epoch" in last else None,
         "learning rate": f"{recipe.optimizer.lr:g}, {recipe.schedule.kind}, warm-up of {recipe.schedule.warmup:g}",

@@ -243,7 +243,16 @@ def plan_foreign(model: Foreign, spec: Spec, target: TargetMachine) -> ForeignPl
             for part, seconds in time.parts.items()
         }
         time = replace(time, parts=parts)
-    return ForeignPlan(spec, target, life, time, found.largest_micro, found.longest_sequence, model=model)
+    return ForeignPlan(
+        spec,
+        target,
+        life,
+        time,
+        found.largest_micro,
+        found.longest_sequence,
+        phase_times=found.phase_times,
+        model=model,
+    )
 
 
 def _resting_bytes(model: Foreign, spec: Spec) -> float:

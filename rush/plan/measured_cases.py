@@ -16,7 +16,7 @@ from rush.hardware.machine import Machine
 from rush.plan.spec import Spec, spec_of
 from rush.plan.target import TargetMachine, target_here, target_of, with_memory_limit
 from rush.recipe import Recipe
-from rush.recipe_io import changed, parse
+from rush.recipe_io import CONSTANT_BATCH, changed, parse
 from rush.records.ladder import LADDER, read_ladder
 from rush.records.metrics import MetricsRow, read_rows
 from rush.records.models import MODELS, read_models
@@ -201,7 +201,7 @@ def _searched(record: Any, study: str) -> Iterator[MeasuredCase]:
         recipe = _recipe(row["recipe"]) if rate else None
         if not rate or recipe is None:
             continue
-        recipe = changed(recipe, {"batch.total_tokens": tokens})
+        recipe = changed(recipe, {"batch.total_tokens": tokens, **CONSTANT_BATCH})
         seconds = spec_of(recipe, machine.device).step_tokens / rate
         name = row["key"] if len(row["key"]) <= 40 else f"{row['key'][:39]}…"
         yield _case(name, recipe, machine, target, seconds, row["peak_memory_bytes"], study)

@@ -26,8 +26,8 @@ ALIKE = 0.01
 
 
 def candidates(recipe: Recipe, check: Callable[[Recipe], object]) -> list[Recipe]:
-    """The recipe with every micro batch that divides its step and `check` accepts, smallest first."""
-    rows = recipe.step_tokens // (recipe.batch.sequence * recipe.data_ranks)
+    """The recipe with every micro batch that divides its steps and `check` accepts, smallest first."""
+    rows = recipe.common_tokens // (recipe.batch.sequence * recipe.data_ranks)
     found: list[Recipe] = []
     refusal: RushError | None = None
     for micro in (number for number in range(1, rows + 1) if rows % number == 0):

@@ -48,6 +48,8 @@ class Plan:
     longest_sequence: int
     problems: tuple[str, ...] = ()
     """Why this recipe cannot run there, other than memory."""
+    phase_times: tuple[float, ...] = (1.0,)
+    """The time of a step in every phase of a batch-size schedule, relative to that of the last steps."""
 
     @property
     def memory(self) -> StepMemory:
@@ -81,6 +83,22 @@ class Plan:
     @property
     def tokens_per_s(self) -> float:
         return tokens_per_s(self.spec, self.time)
+
+    @property
+    def mean_tokens_per_s(self) -> float:
+        """The same over the whole run: lower with a batch-size schedule, whose first steps are small."""
+        tokens = float(sum(part * size for part, size in self.spec.phases))
+        seconds = sum(part * time for (part, _), time in zip(self.spec.phases, self.phase_times, strict=True))
+        return self.tokens_per_s * tokens / seconds
+
+    @property
+    def run(self) -> dict[str, float] | None:
+        """Steps, tokens and hours of the run that the recipe describes; None where its steps depend on the data."""
+        if self.spec.steps is None:
+            return None
+        mean = float(sum(part * size for part, size in self.spec.phases))
+        tokens = round(self.spec.steps * mean * self.spec.step_tokens)
+        return {"steps": self.spec.steps, "tokens": tokens, "hours": tokens / self.mean_tokens_per_s / 3600}
 
     @property
     def tokens_per_s_per_device(self) -> float:
@@ -117,7 +135,7 @@ class Plan:
 
     def budget(self, tokens: float, price: float | None) -> dict[str, float]:
         """Hours, device-hours, energy and, given a price per device-hour, cost of a number of tokens."""
-        hours = tokens / self.tokens_per_s / 3600
+        hours = tokens / self.mean_tokens_per_s / 3600
         device_hours = hours * self.spec.world
         found = {
             "tokens": tokens,
@@ -177,6 +195,7 @@ class Plan:
             "time_s": {**self.time.parts, "step": self.time.step},
             "tokens_per_s": self.tokens_per_s,
             "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "run": self.run,
             "mfu": self.mfu,
             "expected_error": self.expected_error,
             "problems": list(self.problems),
@@ -206,7 +225,14 @@ def plan(
             lambda n: with_batch(spec, rows, n * unit), target, max(1, context // unit)
         )
     found = run_peak_of(spec) if life is None else life
-    return Plan(spec, target, found, time_of(spec, target, efficiency), micro, sequence, problems)
+    time = time_of(spec, target, efficiency)
+    phases = tuple(
+        1.0
+        if size == 1
+        else time_of(replace(spec, passes=round(spec.passes * size)), target, efficiency).step / time.step
+        for _, size in spec.phases
+    )
+    return Plan(spec, target, found, time, micro, sequence, problems, phases)
 
 
 def _largest(spec_at: Callable[[int], Spec], target: TargetMachine, most: int) -> int:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
 from functools import cache, cached_property
 
+from rush.batch_schedule import last_step
 from rush.errors import RecipeError
 from rush.models import Shape
 from rush.models.adapters import ROLE_GROUPS
@@ -44,6 +46,10 @@ class Spec:
     """Whether every pass also runs a frozen reference model."""
     sampled: tuple[int, int] = (0, 0)
     """Maximum prompt tokens and new tokens of a sample; zeros without samples."""
+    steps: int | None = None
+    """Steps of the run, where the recipe names them."""
+    phases: tuple[tuple[float, Fraction], ...] = ((1.0, Fraction(1)),)
+    """Of a batch-size schedule: the fraction of all steps, and their size relative to that of the last steps."""
 
     def size(self, axis: str) -> int:
         return self.layout.get(axis, 1)
@@ -110,9 +116,24 @@ def spec_of(recipe: Recipe, device: str = "cuda", *, beyond: bool = False) -> Sp
         sampled=(len(recipe.run.sample_prompt.encode()) + TEMPLATE_TOKENS, recipe.run.sample_tokens)
         if recipe.run.sample_tokens
         else (0, 0),
+        steps=recipe.schedule.steps,
+        phases=phases_of(recipe),
     )
     check_divides(spec)
     return spec
+
+
+def phases_of(recipe: Recipe) -> tuple[tuple[float, Fraction], ...]:
+    """The phases of a recipe's batch-size schedule; with numbers of steps, and epochs of an unknown length, the last size only."""
+    ends, steps = [one.until for one in recipe.batch.schedule or ()], recipe.schedule.steps
+    if steps is not None:
+        ends = [last_step(end, steps) / steps for end in ends]
+    elif any(isinstance(end, int) for end in ends):
+        return ((1.0, Fraction(1)),)
+    sizes = [Fraction(size, recipe.step_tokens) for size in recipe.step_sizes]
+    return tuple(
+        (end - before, size) for before, end, size in zip([0.0, *ends], [*ends, 1.0], sizes, strict=True)
+    )
 
 
 def _runs_reference(recipe: Recipe) -> bool:

@@ -7,6 +7,8 @@ epochs were nearly as good as new data, and after about sixteen nothing was gain
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from rush.data import Steps
 from rush.errors import RecipeError
 from rush.recipe import Recipe
@@ -23,13 +25,19 @@ def with_steps(recipe: Recipe, loader: Steps) -> Recipe:
     epochs = recipe.schedule.epochs
     if epochs is None:
         return recipe
-    steps = loader.steps_in(epochs)
+    steps = steps_for(recipe, loader.steps_in(epochs) * recipe.step_tokens)
     if recipe.schedule.steps not in (None, steps):
         raise RecipeError(
             f"schedule.steps is {recipe.schedule.steps:,}, but schedule.epochs = {epochs:g} of this data are {steps:,} steps; "
             "leave one of the two out."
         )
     return resolved(recipe, steps)
+
+
+def steps_for(recipe: Recipe, tokens: int) -> int:
+    """The steps in which a run reads at least so many tokens; with a batch-size schedule more than of the largest batch."""
+    most = -(-tokens // recipe.step_sizes[0])
+    return bisect_left(range(most), tokens, lo=1, key=lambda steps: recipe.batch_sizes(steps).until(steps))
 
 
 def resolved(recipe: Recipe, steps: int) -> Recipe:
@@ -40,7 +48,8 @@ def resolved(recipe: Recipe, steps: int) -> Recipe:
 
 def repetition_advice(recipe: Recipe, loader: Steps) -> str | None:
     """A sentence where the run reads its data many times, or hardly at all; None otherwise."""
-    epochs, once = loader.epochs_in(recipe.steps), loader.steps_in(1.0)
+    epochs = loader.epochs_in(recipe.run_tokens / recipe.step_tokens)
+    once = steps_for(recipe, loader.steps_in(1.0) * recipe.step_tokens)
     if epochs > MANY_EPOCHS:
         return (
             f"The training data will be read {epochs:.3g} times: {recipe.steps:,} steps, one pass is {once:,}. Beyond about four "

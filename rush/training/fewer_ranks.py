@@ -65,4 +65,4 @@ def _fit(recipe: Recipe, world: int) -> Recipe | None:
     fitting = recipe.model_copy(update={"layout": recipe.layout.model_copy(update=sizes)})
     # An automatic micro batch can be as small as one row.
     per_pass = (1 if recipe.auto else recipe.micro) * recipe.batch.sequence * data
-    return fitting if recipe.step_tokens % per_pass == 0 else None
+    return fitting if all(tokens % per_pass == 0 for tokens in recipe.step_sizes) else None

@@ -116,8 +116,8 @@ def _open(stack: ExitStack, opened: AbstractContextManager[RunFolder]) -> None:
 
 
 FREE_ON_RESUME = ("about", "layout.ddp", "layout.fsdp", "layout.pp", "layout.cp", "layout.tp", "run.save_every",
-                  "run.save_async", "run.keep", "run.timeout_s", "run.drift_every", "run.validate_every", "run.sample_every",
-                  "run.sample_prompt", "run.sample_tokens", "run.trackers")  # fmt: skip
+                  "run.save_async", "run.keep", "run.timeout_s", "run.drift_every", "run.validate_every",
+                  "run.validate_every_tokens", "run.sample_every", "run.sample_prompt", "run.sample_tokens", "run.trackers")  # fmt: skip
 """Recipe keys that a resumed run may change: they do not change what it learns."""
 
 

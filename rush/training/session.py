@@ -105,6 +105,7 @@ class Session:
     def __post_init__(self) -> None:
         self.validation = Validation(self.run, self.view.note)
         self.sampler = Sampler(self.view.note)
+        self.sizes = self.recipe.batch_sizes()
 
     def go(self, done: int, tokens: int) -> Summary:
         recipe, total = self.recipe, self.recipe.steps
@@ -167,10 +168,14 @@ class Session:
     def _needs_weights(self, step: int) -> bool:
         """Whether a save, validation, sample or replica check uses the weights after this step."""
         settings = self.recipe.run
-        return step == self.recipe.steps or any(
-            _due(every, step)
-            for every in (settings.save_every, settings.validate_every, settings.sample_every, settings.drift_every)
+        return step == self.recipe.steps or self._validates(step) or any(
+            _due(every, step) for every in (settings.save_every, settings.sample_every, settings.drift_every)
         )  # fmt: skip
+
+    def _validates(self, step: int) -> bool:
+        """Whether a validation comes after this step, by steps or by tokens."""
+        settings = self.recipe.run
+        return _due(settings.validate_every, step) or self.sizes.passes(settings.validate_every_tokens, step)
 
     def _check_replicas(self, step: int, saving: bool) -> None:
         """Compare replicas bit for bit, at the latest before they are saved."""
@@ -186,7 +191,7 @@ class Session:
         opened = before.launched.arrived if before is not None else _mark(self.run.device)
         self.status.enter(Phase.STEP, step)
         lr = learning_rate(self.recipe, step)
-        batches = list(self.loader.next_step())
+        batches = list(self.loader.next_step(self.sizes.of(step) // self.recipe.pass_tokens))
         data_s, epoch = time.perf_counter() - began, self.loader.epoch
         with self._with_advice():
             launched = launch_step(self.run, step, lr, batches, stopping=asked)
@@ -244,7 +249,7 @@ class Session:
 
     def _record(self, row: MetricsRow, last: bool) -> None:
         settings, step = self.recipe.run, row["step"]
-        if last or _due(settings.validate_every, step):
+        if last or self._validates(step):
             self.status.enter(Phase.VALIDATION, step)
             with self._with_advice():
                 held_out = partial(self.corpus.validation, self.recipe, self.run.loader_options)
@@ -347,9 +352,14 @@ def _title(recipe: Recipe, run: Run) -> str:
     names = ", ".join(named) or "none"
     ranks = "" if run.ranks.alone else f"{run.ranks.data_ranks} × "
     return (
-        f"{recipe.model.name} on {run.machine.summary()} · {recipe.step_tokens:,} tokens a step "
-        f"({ranks}{recipe.accumulation} × {recipe.micro} × {recipe.batch.sequence}) · techniques: {names}"
+        f"{recipe.model.name} on {run.machine.summary()} · {_in_turn(recipe.step_sizes)} tokens a step "
+        f"({ranks}{_in_turn(recipe.accumulations)} × {recipe.micro} × {recipe.batch.sequence}) · techniques: {names}"
     )
+
+
+def _in_turn(numbers: Sequence[int]) -> str:
+    """`16,384 → 32,768`: sizes of the batch over the run."""
+    return " → ".join(f"{number:,}" for number in numbers)
 
 
 @dataclass

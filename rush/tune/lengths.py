@@ -12,7 +12,7 @@ from dataclasses import replace
 from rush.lab.ladder.limits import longest
 from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
-from rush.recipe_io import changed
+from rush.recipe_io import CONSTANT_BATCH, changed
 from rush.records.tune import PLANNED
 from rush.tune.candidates import Candidate
 from rush.tune.forecast import Prediction
@@ -59,7 +59,9 @@ def lengthen(search: Search) -> Candidate:
 def at_length(recipe: Recipe, sequence: int) -> Recipe:
     """Micro batch 1 at this length; as many sequences per step as come nearest to its tokens."""
     total = max(1, round(recipe.step_tokens / sequence)) * sequence
-    return changed(recipe, {"batch.micro": 1, "batch.sequence": sequence, "batch.total_tokens": total})
+    return changed(
+        recipe, {"batch.micro": 1, "batch.sequence": sequence, "batch.total_tokens": total, **CONSTANT_BATCH}
+    )
 
 
 def _room(search: Search, recipe: Recipe) -> int:

@@ -21,7 +21,7 @@ from rush.lab.trial.runner import CURVE_S, Bench
 from rush.lab.trial.timing import COMMON, rates, timed
 from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
-from rush.recipe_io import changed
+from rush.recipe_io import CONSTANT_BATCH, changed
 from rush.records.life import LifeRecord
 from rush.records.loss_curves import CLOSE_STEPS, unsteady
 from rush.techniques import Parity, registry
@@ -113,7 +113,7 @@ def parity_settings(
     if tokens > largest:
         micro = max(1, min(micro, largest // recipe.batch.sequence))
         tokens = micro * recipe.batch.sequence
-    plain = changed(plain_of(recipe), {"batch.micro": micro, "batch.total_tokens": tokens})
+    plain = changed(plain_of(recipe), {"batch.micro": micro, "batch.total_tokens": tokens, **CONSTANT_BATCH})
     layers, found = recipe.shape().num_layers, planner.predict(plain)
     while layers > 1 and recipe.model.init_from is None and isinstance(found, Prediction) and not found.fits:
         layers //= 2
@@ -143,7 +143,7 @@ def trial_plan(
         return LadderPlan("tune", plain_of(recipe), (), timing, ParityConfig(), SearchConfig())
     if micro is None or settings.parity_tokens % (micro * recipe.batch.sequence):
         micro = settings.parity_micro
-    batch = {"batch.micro": micro, "batch.total_tokens": settings.parity_tokens}
+    batch = {"batch.micro": micro, "batch.total_tokens": settings.parity_tokens, **CONSTANT_BATCH}
     parity = ParityConfig(steps=settings.parity_steps, changes=settings.parity_changes)
     return LadderPlan("tune", changed(plain_of(recipe), batch), (), timing, parity, SearchConfig())
 
@@ -203,7 +203,7 @@ class Trials:
         bench = self._bench(MEASURES.get(kind, LONG), recipe.micro)
         # Memory peaks in the second micro batch: gradients are allocated.
         tokens = 2 * recipe.batch.sequence if kind == "length" else self.settings.tokens
-        short = changed(recipe, {"batch.total_tokens": tokens})
+        short = changed(recipe, {"batch.total_tokens": tokens, **CONSTANT_BATCH})
         outcome = bench.run(
             short,
             kind,
@@ -248,7 +248,7 @@ class Trials:
 
     def life(self, recipe: Recipe, limit_s: float) -> LifeRecord:
         # With the compiler's cache of the trials.
-        timed = changed(recipe, {"batch.total_tokens": self.settings.tokens})
+        timed = changed(recipe, {"batch.total_tokens": self.settings.tokens, **CONSTANT_BATCH})
         return self._bench(LONG).life(recipe, limit_s, timed)
 
     def _bench(self, measure: MeasureConfig, micro: int | None = None) -> Bench:

@@ -8,6 +8,7 @@ DIR/parity/       the traces that parity was judged from
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +71,7 @@ def tune(
 def _search(request: Request, folder: Path, bench: Bench, planner: Planner, watch: Watch) -> TuneRecord:
     machine, before = bench.machine, _earlier(request, folder)
     fingerprint = machine.fingerprint()
-    rules = Rules(machine, request.allowed, kept_of(request.recipe), request.recipe.step_tokens)
+    rules = Rules(machine, request.allowed, kept_of(request.recipe), request.recipe.common_tokens)
     start, gone = runnable(request.recipe, rules)
     if before is not None and before["fingerprint"] == fingerprint:
         settings, started, known = TuneSettings(**before["settings"]), before["started"], before["known"]
@@ -97,7 +98,9 @@ def _search(request: Request, folder: Path, bench: Bench, planner: Planner, watc
         write_tune(folder / "tune.json", record)
         watch(record, f"{doing}: known from before" if doing in kept else doing)
 
-    search = Search(start, replace(rules, tokens=settings.tokens), lab, outlook, budget, report)
+    search = Search(
+        start, replace(rules, tokens=math.gcd(rules.tokens, settings.tokens)), lab, outlook, budget, report
+    )
     if request.goal.objective == "longest-sequence":
         lengthen(search)
     else:

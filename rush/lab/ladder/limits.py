@@ -32,7 +32,9 @@ def tries(bench: Bench, base: Recipe, top: Sequence[Addition], key: str) -> Try:
     """A trial of the top of the ladder with one whole-number key of the recipe changed."""
 
     def attempt(size: int) -> Outcome:
-        change = Addition(f"{key}={size}", "", None, {key: size, "batch.total_tokens": "none"})
+        change = Addition(
+            f"{key}={size}", "", None, {key: size, "batch.total_tokens": "none", "batch.schedule": "none"}
+        )
         try:
             recipe = compose(base, [*top, change])
         except RecipeError as error:

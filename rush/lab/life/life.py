@@ -33,7 +33,7 @@ from rush.lab.life.checks import Broken
 from rush.lab.life.logits import largest_difference
 from rush.lab.trial.starter import Starter, Streams
 from rush.recipe import Recipe
-from rush.recipe_io import changed, write_toml
+from rush.recipe_io import CONSTANT_BATCH, changed, write_toml
 from rush.records.metrics import MetricsRow, SampleRow, read_rows
 from rush.records.run_folder import RunFolder
 from rush.techniques.api.rounding import FP32, adapts_plain_weights, rounding, trains_adapters
@@ -93,9 +93,11 @@ def short(recipe: Recipe, **changes: Any) -> Recipe:
             "schedule.steps": STEPS,
             "schedule.warmup": 1,
             "batch.total_tokens": 2 * tokens,
+            **CONSTANT_BATCH,
             "run.save_every": SAVE_EVERY,
             "run.keep": STEPS,
             "run.validate_every": VALIDATE_EVERY,
+            "run.validate_every_tokens": 0,
             "run.validate_sequences": 2 * recipe.micro,
             "run.sample_every": SAMPLE_EVERY,
             "run.sample_tokens": 4,

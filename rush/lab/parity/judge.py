@@ -32,7 +32,7 @@ from rush.lab.trial.found import AuditFound, TraceFound
 from rush.lab.trial.runner import Bench
 from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
-from rush.recipe_io import changed
+from rush.recipe_io import CONSTANT_BATCH, changed
 from rush.records.loss_curves import PerturbedRun
 from rush.techniques import Parity
 from rush.techniques.api.tolerances import gradient_errors, gradient_tolerance, judge
@@ -85,7 +85,9 @@ def _on_timed_batches(recipe: Recipe, base: Recipe) -> Recipe:
     plain = without_speed(recipe)
     if recipe.objective.kind != "lm" or recipe.step_tokens % (base.micro * recipe.batch.sequence):
         return plain
-    return changed(plain, {"batch.micro": base.micro, "batch.total_tokens": recipe.step_tokens})
+    return changed(
+        plain, {"batch.micro": base.micro, "batch.total_tokens": recipe.step_tokens, **CONSTANT_BATCH}
+    )
 
 
 def parity_of(

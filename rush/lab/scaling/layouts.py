@@ -97,7 +97,7 @@ def base_of(recipe: Recipe) -> Recipe:
 def laid_out(recipe: Recipe, text: str, devices: int, total_tokens: int) -> Recipe:
     """The recipe on this number of devices with this layout and step; RecipeError if there is none."""
     tree: dict[str, Any] = base_of(recipe).model_dump(exclude_none=True)
-    tree["batch"]["total_tokens"] = total_tokens
+    tree["batch"] |= {"total_tokens": total_tokens, "schedule": None}
     if devices == 1:
         return parse(tree)
     knobs: dict[str, Mapping[str, Any]] = {n: k for n, k in recipe.technique_uses() if n in AXES}

@@ -62,14 +62,20 @@ def check_sizes(recipe: Recipe, knobs: api.Knobs) -> None:
             + (f"layout.pp can be 1 to {most[-1]}." if most else f"stages can be at most {layers}.")
         )
     parts = int(api.knob_of(recipe, "accumulate", "factor", 2)) if api.used(recipe, "accumulate") else 1
-    found = recipe.accumulation * parts
+    for accumulation in recipe.accumulations:
+        _check_micro_batches(recipe, kind, accumulation * parts, parts)
+
+
+def _check_micro_batches(recipe: Recipe, kind: PipelineSchedule, found: int, parts: int) -> None:
+    ranks = recipe.layout.pp
     if not kind.takes(found, ranks):
         legal = [n for n in range(1, 4 * (found + ranks)) if n % parts == 0 and kind.takes(n, ranks)]
         near = [str(n) for n in sorted(sorted(legal, key=lambda n: abs(n - found))[:3])]
         tokens = recipe.micro * recipe.batch.sequence * recipe.data_ranks // parts
+        key = "batch.total_tokens" if found == recipe.accumulation * parts else "the tokens in batch.schedule"
         raise RecipeError(
             f"a step has {found} micro batches, with which schedule {kind.name} cannot run on layout.pp={ranks}; the nearest "
-            f"allowed: {', '.join(near)}. Set batch.total_tokens to that many times {tokens:,}, or use schedule "
+            f"allowed: {', '.join(near)}. Set {key} to that many times {tokens:,}, or use schedule "
             "gpipe, which runs with any."
         )
 
