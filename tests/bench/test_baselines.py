@@ -146,7 +146,7 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2-124m", "llama-3.2-1b", "llama-3.1-8b", "dpo", *FINE_TUNING, *FAMILIES]
+    "name", ["gpt2-124m", "gpt2-124m-biases", "llama-3.2-1b", "llama-3.1-8b", "dpo", *FINE_TUNING, *FAMILIES]
 )
 def test_the_workloads_that_ship_can_run_on_a_hopper_gpu(name: str) -> None:
     (workload,) = workloads.load_workloads([name])
