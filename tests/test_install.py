@@ -104,6 +104,7 @@ def test_a_triton_that_torch_does_not_demand_has_no_solution(tmp_path: Path) -> 
     assert "NO SOLUTION" in bad.row
 
 
+@pytest.mark.slow
 def test_an_index_that_cannot_be_reached_is_one_sentence_and_no_pass(tmp_path: Path) -> None:
     nowhere = {
         "UV_DEFAULT_INDEX": "https://index.invalid/simple",
@@ -126,6 +127,7 @@ def set_up(folder: Path, kind: str, python: str = sys.executable) -> subprocess.
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_an_installed_torch_is_seen_and_not_pinned_to_another(tmp_path: Path) -> None:
     folder = tmp_path / "venv"
     assert set_up(folder, "installed").returncode == 0

@@ -36,6 +36,7 @@ def cells() -> list[str]:
     return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.slow
 def test_the_example_notebook_runs_and_its_results_show_themselves(tmp_path: Path) -> None:
     # On little text, and with one process for each rung.
     small = {'"tiny"': json.dumps(str(write_small_recipe(tmp_path))), "processes = 2": "processes = 1"}

@@ -102,6 +102,7 @@ def test_a_run_a_ladder_a_search_and_an_exported_model_name_no_host_no_user_and_
     assert home.leaks() == []
 
 
+@pytest.mark.slow
 def test_a_run_names_no_host_no_user_and_no_home(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.rush("train", "small.toml", "--out", "run")

@@ -23,12 +23,17 @@ from rush.errors import MachineError
 from rush.files import cache_folder
 
 FLAGS = ("-O2",)
+_found: set[tuple[str, str | None]] = set()
+"""Compilers that were found, each with the PATH it was on."""
 
 
 def cannot_build() -> str | None:
     """Why no extension can be built here; None if one can."""
-    if shutil.which(_compiler()) is None:
-        return f"there is no C++ compiler ({_compiler()})"
+    compiler, path = _compiler(), os.environ.get("PATH")
+    if (compiler, path) not in _found:
+        if shutil.which(compiler) is None:
+            return f"there is no C++ compiler ({compiler})"
+        _found.add((compiler, path))  # a search asks thousands of times
     return None
 
 

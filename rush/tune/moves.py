@@ -15,7 +15,7 @@ from rush.errors import RushError
 from rush.hardware import Machine
 from rush.recipe import Knob, Recipe
 from rush.recipe_io import changed
-from rush.techniques import Parity, Stage, Technique, Use, check, registry, resolve_uses
+from rush.techniques import Parity, Stage, Technique, Use, check_recipe, registry, resolve_uses
 
 Entry = str | dict[str, Knob]
 Uses = Mapping[str, Mapping[str, Knob]]
@@ -236,21 +236,25 @@ def _changed_move(move: Move, added: Uses, gone: set[str], rules: Rules) -> Move
     ]
     try:
         made = changed(recipe, {"techniques": entries})
-        if orphans := {name for name, _ in _unmet(made, rules)} - set(added) - rules.kept:
+        unmet = _unmet(made, rules)
+        if orphans := {name for name, _ in unmet} - set(added) - rules.kept:
             made = changed(made, {"techniques": _entries(made, orphans)})
-        for _, sentence in _unmet(made, rules):
-            return Refusal(key, sentence)
-        check(made, rules.machine)
+            unmet = _unmet(made, rules)
+        if unmet:
+            return Refusal(key, unmet[0][1])
+        check_recipe(made)
     except RushError as error:
         return Refusal(key, str(error))
     return replace(move, recipe=made)
 
 
-def _unmet(recipe: Recipe, rules: Rules) -> Iterator[tuple[str, str]]:
-    for use in resolve_uses(recipe):
-        for requirement in use.technique.requires:
-            if not requirement.met(rules.machine, recipe):
-                yield use.technique.name, requirement.message
+def _unmet(recipe: Recipe, rules: Rules) -> list[tuple[str, str]]:
+    return [
+        (use.technique.name, requirement.message)
+        for use in resolve_uses(recipe)
+        for requirement in use.technique.requires
+        if not requirement.met(rules.machine, recipe)
+    ]
 
 
 def _entries(recipe: Recipe, gone: set[str]) -> list[Entry]:

@@ -104,7 +104,7 @@ class Outlook:
         while True:
             options = [
                 move
-                for move in moves(at, rules)
+                for move in self.moves(at, rules)
                 if isinstance(move, Move) and identity(move.recipe) not in been and self._sure(move.recipe)
             ]
             best = max(options, key=lambda move: self.expected(move, at), default=None)

@@ -238,6 +238,7 @@ def test_overrides_reach_every_recipe_and_the_measure(small_recipe: Path, tmp_pa
     assert workload.ours[0].recipe.technique_uses() == []
 
 
+@pytest.mark.slow
 def test_the_baseline_and_ours_take_turns_in_fresh_processes_and_a_second_call_measures_nothing(
     small_recipe: Path, tmp_path: Path
 ) -> None:

@@ -327,7 +327,13 @@ def test_a_study_is_whole(name: str) -> None:
     assert any(size.target for size in study.sizes) or not study.targets
 
 
-@pytest.mark.parametrize("name", studies.names())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "cuda_example" else ())  # built by a compiler
+        for name in studies.names()
+    ],
+)
 def test_every_contender_of_a_study_that_runs_here_computes_the_reference(name: str) -> None:
     study = studies.load(name)
     size = study.small[0]

@@ -112,6 +112,7 @@ def test_commands_are_explained_and_a_conversation_is_forgotten(
     assert answers == once + once
 
 
+@pytest.mark.slow
 def test_at_a_terminal_a_key_switches(models: Path) -> None:
     """A real pseudo-terminal: Ctrl-T while a line is half written throws the line away and switches."""
     ours, theirs = pty.openpty()

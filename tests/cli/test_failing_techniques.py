@@ -157,6 +157,7 @@ def test_a_technique_that_raises_or_aborts_at_exit_is_named_and_the_result_stand
     assert len(rows(out)) == STEPS
 
 
+@pytest.mark.slow
 def test_without_its_own_way_out_that_run_would_end_in_a_traceback_and_exit_134(
     world: Path, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def test_debug_shows_its_traceback_and_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "cache" / "failure.log").exists()
 
 
+@pytest.mark.slow
 def test_where_the_cache_cannot_be_written_the_log_is_among_temporary_files(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("a file where a folder should be")

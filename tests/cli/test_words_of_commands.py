@@ -91,7 +91,7 @@ def test_no_word_of_a_ladders_table_is_cut_at_80_columns(name: str) -> None:
     assert _words(" ".join(f"{rung['title']} {rung['verdict']}" for rung in able)) <= _words(shown)
 
 
-@pytest.mark.parametrize("height", [6, 12, 25])
+@pytest.mark.parametrize("height", [6, pytest.param(12, marks=pytest.mark.slow), 25])
 @pytest.mark.parametrize(
     "doing", ["base", "a life of compile(scope=block)", "pure_bf16", "base again", "new one"]
 )
@@ -125,7 +125,7 @@ def test_verdicts_have_their_colors() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ["plan", "llama-3.1-8b", "--machine", "a100-80-sxm", "--devices", "8", "--search"],
+        ["plan", "llama-3.1-8b", "--machine", "a100-80-sxm", "--devices", "2", "--search"],
         ["compare", "results/ladder-tiny-x86", "results/gpt2-124m-ladder-h200"],
     ],
     ids=["plan", "compare"],

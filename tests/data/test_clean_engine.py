@@ -189,6 +189,7 @@ def test_an_error_in_one_of_several_workers_reaches_the_user(tmp_path: Path, sou
     assert not (tmp_path / "out.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_killed_worker_is_reported_and_not_waited_for(background: bool, tmp_path: Path) -> None:
     # What a script starts in the background ignores the signal of Ctrl-C, and so does whatever that starts.
@@ -254,6 +255,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_file_larger_than_the_memory_limit_is_cleaned(tmp_path: Path) -> None:
     """The limit is on the writable memory that is taken for the work; the stages are those that compare all documents."""
     room = 40 << 20
@@ -297,6 +299,7 @@ def test_a_file_larger_than_the_memory_limit_is_cleaned(tmp_path: Path) -> None:
 SLURM = {"partition": "cpu", "time": "04:00:00"}
 
 
+@pytest.mark.slow
 def test_slurm_gets_a_chain_of_jobs_that_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,6 +134,7 @@ def test_slurm_scripts_have_the_options_and_an_array_of_tasks(
     assert "#SBATCH --array=0-0" in slurm_script(merger)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_units")
 def test_the_slurm_jobs_run_as_submitted(
     preparation: Preparation, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -34,7 +34,9 @@ NAMES = (
     "precision",
     "roofline",
 )
-MEASURED = [pytest.param(name, marks=pytest.mark.slow) if name == "links" else name for name in NAMES]
+MEASURED = [
+    pytest.param(name, marks=pytest.mark.slow) if name in ("fusion", "links") else name for name in NAMES
+]
 """`links` starts two processes, each of which imports torch."""
 SVG = "{http://www.w3.org/2000/svg}"
 

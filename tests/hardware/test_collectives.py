@@ -87,6 +87,7 @@ collectives.measure_collectives(probe("cpu"), 2)
 """
 
 
+@pytest.mark.slow
 def test_ranks_do_not_outlive_a_killed_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=Path(__file__).parents[2])
     deadline = time.monotonic() + 60

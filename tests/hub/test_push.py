@@ -177,6 +177,7 @@ def adapted(rush: Rush, pushed: str, work: Path) -> Path:
     return work / "lora"
 
 
+@pytest.mark.slow
 def test_an_adapter_is_pushed_as_one_and_used_by_id(
     rush: Rush, hub: Hub, pushed: str, adapted: Path, work: Path
 ) -> None:

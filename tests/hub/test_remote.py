@@ -165,6 +165,7 @@ def test_a_connection_that_is_cut_is_taken_up_again(hub: Hub, monkeypatch: pytes
     assert ranges == [None, "bytes=10485760-"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_download_goes_on_where_it_stopped(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process ends with an error; the next one asks for the rest alone."""
     monkeypatch.setattr("time.sleep", lambda seconds: None)

@@ -146,6 +146,7 @@ def streaming(tmp_path_factory: pytest.TempPathFactory) -> Report:
     )
 
 
+@pytest.mark.slow
 def test_every_kernel_is_launched(streaming: Report) -> None:
     """A new kernel that no launch reaches, directly or by a call from another kernel, is named.
 

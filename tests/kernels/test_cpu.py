@@ -143,6 +143,7 @@ def test_without_a_compiler_or_on_another_system_it_is_refused_with_the_reason(
     assert cpu.cannot_run() == "they need Linux, and this is darwin"
 
 
+@pytest.mark.slow
 def test_a_script_finds_them_without_an_option(uses_cpp: None) -> None:
     """No TRITON_INTERPRET, as a user has it: compiled code finds the kernel in C++ by itself."""
     script = """

@@ -249,6 +249,7 @@ def test_the_table_names_gains_from_paired_batches_and_blames_no_machine_for_une
     assert told.endswith("paired batches: all gains")
 
 
+@pytest.mark.slow
 def test_a_killed_ladder_resumes_and_repeats_no_finished_trial(
     ladder_file: LadderFile, tmp_path: Path
 ) -> None:

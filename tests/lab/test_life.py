@@ -70,8 +70,8 @@ def _planted(recipe: Recipe, kind: str) -> Recipe:
     [
         ("needs gradients", "train: exit code 4: error: the validation after step "),
         ("warns", "train: an unexplained warning: "),
-        ("forgets", "resume: before the kill: "),
-        ("hangs", "train: `rush train` was not done after 5 s"),
+        pytest.param("forgets", "resume: before the kill: ", marks=pytest.mark.slow),
+        pytest.param("hangs", "train: `rush train` was not done after 5 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_technique_that_breaks_in_the_course_of_a_run_is_found_in_its_part(

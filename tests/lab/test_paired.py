@@ -53,6 +53,7 @@ def _unpaired(processes: Sequence[Timed]) -> list[Timed]:
     return [Timed(process.rates) for process in processes]
 
 
+@pytest.mark.slow
 def test_three_per_cent_are_found_among_batches_that_differ_by_a_third() -> None:
     paired = apart = 0
     for seed in range(60):
@@ -110,6 +111,7 @@ def test_where_there_is_no_gain_none_is_found(processes: int, between: float) ->
     assert missed <= MISSES, missed
 
 
+@pytest.mark.slow
 def test_the_pairs_alone_cover_the_truth_where_processes_do_not_differ() -> None:
     """Without any floor; the fewest batches, and many."""
     for samples in (6, 20):

@@ -253,6 +253,7 @@ def test_ranks_that_are_off_by_more_than_rounding_are_different() -> None:
     assert judged(one, None, None)["verdict"] == "not judged"
 
 
+@pytest.mark.slow
 def test_a_study_of_real_ranks_is_recorded_and_repeats_nothing(small_recipe: Path, tmp_path: Path) -> None:
     out, told = tmp_path / "out", list[ScalingProgress]()
     plan = plan_of(small_recipe, layouts="zero2,hybrid,zero3xtp4")

@@ -28,6 +28,7 @@ def _breaks(kind: str, more: str = "") -> str:
     return f'{{name = "breaks", kind = "{kind}"{more}}}'
 
 
+@pytest.mark.slow
 def test_a_rung_that_fails_outside_its_steps_is_unusable_and_the_verdict_names_where(
     ladder_file: LadderFile, tmp_path: Path
 ) -> None:

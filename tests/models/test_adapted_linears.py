@@ -110,7 +110,7 @@ def test_outputs_and_gradients_are_those_of_the_formula_out_of_place(
     [
         pytest.param(1, None, marks=pytest.mark.slow, id="1-plain"),
         pytest.param(1, NF4, id="1-nf4"),
-        pytest.param(3, None, id="3-plain"),
+        pytest.param(3, None, marks=pytest.mark.slow, id="3-plain"),
         pytest.param(3, NF4, marks=pytest.mark.slow, id="3-nf4"),
     ],
 )
@@ -225,7 +225,7 @@ def test_under_autocast_the_result_is_that_of_bf16_weights() -> None:
     same(got, wanted, 2**-8)
 
 
-@pytest.mark.parametrize("form", [None, INT8], ids=["plain", "int8"])
+@pytest.mark.parametrize("form", [None, pytest.param(INT8, marks=pytest.mark.slow)], ids=["plain", "int8"])
 def test_recomputed_and_compiled_the_last_layer_needs_only_its_low_rank_matmul(form: Form | None) -> None:
     """A block's last output is of no use to its own backward pass. In Llama's that is a quarter of the recomputation."""
     (layer,), x = layers_of(1, torch.float32, form=form), input_of(torch.float32)

@@ -57,6 +57,7 @@ def outcome(out: Path, step: int = STEPS) -> tuple[list[dict[str, Any]], dict[st
     return [{k: v for k, v in row.items() if k not in TIMES} for row in rows(out)], tensors
 
 
+@pytest.mark.slow
 def test_a_run_whose_ranks_are_killed_at_random_steps_ends_with_the_same_bits(
     recipe: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -108,6 +109,7 @@ def test_of_three_replicas_the_odd_one_is_named() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_a_run_continues_on_fewer_ranks_and_learns_the_same(
     layout: str, recipe: Path, undisturbed: Path, tmp_path: Path
@@ -202,6 +204,7 @@ def test_a_killed_rank_is_started_again_with_resume_until_nothing_new_is_saved(
     assert told(tries, 0) == ["2 -m rush train tiny", *["2 -m rush train tiny --resume"] * 3]
 
 
+@pytest.mark.slow
 def test_a_run_continues_on_fewer_ranks_when_restarts_do_not_help(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -252,6 +255,7 @@ def test_a_port_in_use_is_reported_once_and_all_ranks_exit(
     refused(ended, 4, "error: rank 0 cannot listen at port")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "said"),
     [

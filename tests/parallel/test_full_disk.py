@@ -49,6 +49,7 @@ def check_message(said: str, out: Path, rank: int | None, reason: str, advice: s
     assert f"--out {out} --resume --nproc 2`" in said
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_is_one_message_and_the_run_resumes_once_there_is_room(
     recipe: Path, small_disk: Path, tmp_path: Path
 ) -> None:

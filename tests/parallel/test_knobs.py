@@ -55,10 +55,10 @@ LOOPED = [
     [
         pytest.param({"fsdp": 2}, FP32, FOUR, id="fsdp"),
         pytest.param({"fsdp": 2}, BF16, FOUR, marks=slow, id="fsdp in bf16"),
-        pytest.param({"ddp": 2}, DDP, SMALL, id="ddp"),
+        pytest.param({"ddp": 2}, DDP, SMALL, marks=slow, id="ddp"),
         pytest.param({"tp": 2}, TP, SMALL, marks=slow, id="tp"),
         pytest.param({"cp": 2}, CP, SMALL, marks=slow, id="cp"),
-        pytest.param({"pp": 2}, PP, FOUR, id="pp"),
+        pytest.param({"pp": 2}, PP, FOUR, marks=slow, id="pp"),
         pytest.param({"pp": 2}, LOOPED, FOUR, marks=slow, id="pp with several stages"),
     ],
 )

@@ -28,7 +28,9 @@ def said(verdict: dict[str, Any], name: str) -> str:
     return str(next(check["what"] for check in verdict["checks"] if check["name"] == name))
 
 
-@pytest.mark.parametrize("axis", ["fsdp", "tp", "pp"])
+@pytest.mark.parametrize(
+    "axis", ["fsdp", *(pytest.param(axis, marks=pytest.mark.slow) for axis in ("tp", "pp"))]
+)
 def test_a_good_configuration_overfits_its_batch_on_every_layout(axis: str) -> None:
     verdict = verdict_of([f"layout.{axis}=2"])
     assert verdict["can_learn"], verdict["reason"]

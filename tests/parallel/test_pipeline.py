@@ -58,7 +58,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...], tuple[str, ...]]] = {
     "pp 2 × fsdp 2 × tp 2": ({"pp": 2, "fsdp": 2, "tp": 2}, (), ()),
     "pp 2 × fsdp 2 × cp 2": ({"pp": 2, "fsdp": 2, "cp": 2}, (), ()),
 }
-QUICK = {"gpt2": {"pp 2"}, "llama": {"pp 2"}}
+QUICK: dict[str, set[str]] = {"gpt2": {"pp 2"}, "llama": set()}
 CASES = [
     pytest.param(family, name, marks=[] if name in QUICK[family] else [pytest.mark.slow])
     for family in QUICK

@@ -35,6 +35,7 @@ def test_a_process_alone_joins_nobody() -> None:
     assert float(alone.all_reduce(torch.tensor(2.0))) == 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_group_of_one_averages_with_itself_and_learns_the_same_bits(family: str) -> None:
     (found,) = on_ranks(1, as_a_group, look_around, {})

@@ -42,7 +42,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "ddp 2 × fsdp 2 × tp 2": ({"ddp": 2, "fsdp": 2, "tp": 2}, ()),
 }
 QUICK = {
-    "gpt2": {"ddp 2", "fsdp 2, ZeRO-3", "ddp 2 × fsdp 2", "cp 2, gathered"},
+    "gpt2": {"ddp 2", "fsdp 2, ZeRO-3"},
     "llama": {"cp 2, ring", "fsdp 2 × tp 2"},
 }
 CASES = [

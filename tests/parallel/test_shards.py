@@ -39,7 +39,7 @@ SEQUENCE = 32
 slow = pytest.mark.slow
 
 CASES = [
-    pytest.param("llama", FSDP, (NF4["bitsandbytes"],), id="qlora"),
+    pytest.param("llama", FSDP, (NF4["bitsandbytes"],), marks=slow, id="qlora"),
     pytest.param("gpt2", FSDP, ("lora",), marks=slow, id="lora, GPT-2"),
     pytest.param("llama", FSDP, ("lora", "{name='fsdp', unit='model'}"), marks=slow, id="lora, one unit"),
     pytest.param("llama", FSDP, (DORA,), marks=slow, id="dora"),

@@ -347,6 +347,7 @@ def test_steps_of_the_host_alone_come_out_as_they_were_measured(
     assert planned == pytest.approx(1.024 / thousand_tokens_per_s, rel=0.12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", [5, pytest.param(20, marks=pytest.mark.slow)])
 def test_errors_are_as_wanted_whichever_third_is_drawn(draws: int, results: Path) -> None:
     drawn = other_splits(results, draws)

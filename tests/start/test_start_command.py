@@ -52,6 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_a_model_and_data_become_a_run_with_two_commands(
     folder: Path, told: Callable[..., tuple[int, str, str]]
 ) -> None:

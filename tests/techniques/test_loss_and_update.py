@@ -89,7 +89,7 @@ def test_validation_sees_the_same_loss() -> None:
     "techniques",
     [
         ["fused_update"],
-        ["pure_bf16", CHANCE],
+        pytest.param(["pure_bf16", CHANCE], marks=pytest.mark.slow),
         pytest.param([EIGHT_BITS], marks=pytest.mark.slow),
         ["pure_bf16", STOCHASTIC_8BIT],
     ],
@@ -113,6 +113,7 @@ def test_a_resumed_run_ends_at_the_same_bits(techniques: list[str], tmp_path: Pa
     assert all(torch.equal(p, theirs[name]) for name, p in resumed.model.named_parameters())
 
 
+@pytest.mark.slow
 def test_updates_that_bf16_rounds_away_accumulate_with_stochastic_rounding() -> None:
     """As with an fp32 master copy, which test_effects.py shows; to nearest none of them moves."""
     name = "blocks.0.attention_norm.weight"  # ones: bf16 has no number between 1 and 1.0078

@@ -71,7 +71,7 @@ def test_packed_batches_are_of_one_shape_and_compiled_once(name: str) -> None:
 
 
 @pytest.mark.usefixtures("quick_compiler")
-@pytest.mark.parametrize(("name", "shapes"), [("pad", 8), ("bucket", 4)])
+@pytest.mark.parametrize(("name", "shapes"), [("pad", 8), pytest.param("bucket", 4, marks=pytest.mark.slow)])
 def test_padded_batches_are_compiled_once_for_each_of_few_lengths(name: str, shapes: int) -> None:
     """Also where those are more than the compiler takes by itself: it would end the run, here after two."""
     before = compile_counts().recompiles

@@ -248,6 +248,7 @@ def short(folder: Path, **run: object) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_real_process_trains_with_a_technique_of_a_package(tmp_path: Path) -> None:
     install(tmp_path)
     words = ("train", short(tmp_path), f"techniques=['{NAME}']", "--out", tmp_path / "run")

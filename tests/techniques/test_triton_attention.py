@@ -48,7 +48,7 @@ def tried(
     return run, trace(run, 2, watch=True)
 
 
-@pytest.mark.parametrize("name", ["tiny", "llama-tiny"])
+@pytest.mark.parametrize("name", [pytest.param("tiny", marks=pytest.mark.slow), "llama-tiny"])
 def test_it_takes_effect_and_learns_the_same_in_both_families(name: str, device: str) -> None:
     """In fp32, where a small mistake shows; the second family shares key/value heads among query heads."""
     shape = (*SMALL, "model.shape.hidden=128", "model.shape.num_kv_heads=2") if name == "tiny" else SMALL
@@ -65,7 +65,7 @@ def test_it_takes_effect_and_learns_the_same_in_both_families(name: str, device:
     ("amp", "dtype"),
     [
         ("amp_bf16", "bfloat16"),
-        ("amp_fp16", "float16"),
+        pytest.param("amp_fp16", "float16", marks=pytest.mark.slow),
         pytest.param("pure_bf16", "bfloat16", marks=pytest.mark.slow),
     ],
 )
@@ -82,7 +82,7 @@ def test_it_takes_the_inputs_of_mixed_precision(amp: str, dtype: str, device: st
     [
         pytest.param((COMPILED,), marks=pytest.mark.slow),
         ("checkpoint_full",),
-        ("checkpoint_selective", COMPILED),
+        pytest.param(("checkpoint_selective", COMPILED), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -93,6 +93,7 @@ def path_without_ninja(folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_kernels_and_techniques_for_a_cpu_need_a_compiler_only(tmp_path: Path) -> None:
     compiler = tmp_path / "c++"
     compiler.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')  # in a third of the time

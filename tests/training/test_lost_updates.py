@@ -29,11 +29,11 @@ def test_a_value_moves_if_the_nearest_number_after_the_step_is_another() -> None
     ("techniques", "lr", "told"),
     [
         ("['pure_bf16']", 1e-5, True),
-        ("['pure_bf16']", 1e-2, False),
+        pytest.param("['pure_bf16']", 1e-2, False, marks=pytest.mark.slow),
         ("['bf16_master']", 1e-5, False),
         ("['pure_bf16', {name='fused_update', stochastic_rounding=true}]", 1e-5, False),
-        ("['pure_bf16', 'fused_update']", 1e-5, True),
-        ("['amp_bf16']", 1e-5, False),
+        pytest.param("['pure_bf16', 'fused_update']", 1e-5, True, marks=pytest.mark.slow),
+        pytest.param("['amp_bf16']", 1e-5, False, marks=pytest.mark.slow),
         ("[]", 1e-6, False),
     ],
 )

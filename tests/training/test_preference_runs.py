@@ -33,8 +33,15 @@ def start(folder: Path, pairs: Path, **sections: dict[str, Any]) -> Any:
     return load_recipe(str(file))
 
 
-@pytest.mark.parametrize("reference", ["cached", "live"])
-@pytest.mark.parametrize("techniques", [[], ["lora"]])
+@pytest.mark.parametrize(
+    ("reference", "techniques"),
+    [
+        ("cached", ["lora"]),
+        pytest.param("cached", [], marks=pytest.mark.slow),
+        pytest.param("live", [], marks=pytest.mark.slow),
+        pytest.param("live", ["lora"], marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(
     tmp_path: Path, pairs: Path, reference: str, techniques: list[str]
 ) -> None:

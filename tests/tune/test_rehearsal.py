@@ -134,7 +134,7 @@ def test_an_fp8_lm_head_that_falls_behind_after_a_hundred_steps_does_not_win(tmp
     assert done.record["winner"]["parity"]["verdict"] == "equal"
 
 
-@pytest.mark.parametrize("culprit", ["fused_projections", "compile"])
+@pytest.mark.parametrize("culprit", ["fused_projections", pytest.param("compile", marks=pytest.mark.slow)])
 def test_techniques_that_make_the_winner_unusable_are_removed_and_the_rest_wins(
     culprit: str, tmp_path: Path
 ) -> None:
@@ -198,7 +198,9 @@ def test_a_technique_without_effect_is_removed_and_the_rest_leads(tmp_path: Path
     assert of_fast(found) >= 0.99
 
 
-@pytest.mark.parametrize("calms", [True, False], ids=["calmer", "never calm"])
+@pytest.mark.parametrize(
+    "calms", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["calmer", "never calm"]
+)
 def test_where_plain_training_jumps_parity_is_traced_at_a_smaller_learning_rate(
     calms: bool, tmp_path: Path
 ) -> None:

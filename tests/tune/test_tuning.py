@@ -35,6 +35,7 @@ def request(recipe: Path, budget_s: float, **goal: object) -> Request:
     return Request("small", load_recipe(str(recipe)), Goal(**goal), ALLOWED, budget_s)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_search_of_seconds_leaves_a_recipe_its_evidence_and_no_process(
     small_recipe: Path, tmp_path: Path
 ) -> None:

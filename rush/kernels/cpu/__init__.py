@@ -39,7 +39,8 @@ def cannot_run() -> str | None:
         return f"they need Linux, and this is {sys.platform}"
     if platform.machine() not in (*_ARM, *_X86):
         return f"they need ARM or x86, and this is {platform.machine()}"
-    return None if is_built() else cannot_build()
+    reason = cannot_build()
+    return reason if reason and not is_built() else None
 
 
 def is_built() -> bool:
