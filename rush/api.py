@@ -492,13 +492,15 @@ def race(
     seeds: int = 1,
     legs: int = 4,
     points: int = 20,
+    nproc: int | None = None,
     techniques: Sequence[str | Path] = (),
     out: str | Path | None = None,
     watch: RaceWatch | None = None,
     note: Note = _quiet,
 ) -> RaceResult:
     """Train recipes side by side from the same seeds on the same data, or resume the race in `out`: which one reaches the same loss
-    sooner? A recipe may have its overrides behind it: `race("tiny", "tiny techniques+=compile")`.
+    sooner? A recipe may have its overrides behind it: `race("tiny", "tiny techniques+=compile")`. Every recipe is started on the ranks
+    of its layout; with `nproc` all must take so many.
     """
     from rush.lab.race.contenders import read_contenders
     from rush.lab.race.race_plan import plan_race, race_name
@@ -517,6 +519,7 @@ def race(
             budget_s=budget_s,
             points=points,
             legs=legs,
+            nproc=nproc,
             techniques=[str(file) for file in files],
         )
         try:

@@ -37,6 +37,16 @@ class BatchSizes:
             before = min(end, step)
         return total
 
+    def step_at(self, tokens: int) -> int:
+        """The first step after which so many tokens are read."""
+        before, size = 0, self.sizes[0]
+        for end, larger in zip(self.ends, self.sizes[1:], strict=True):
+            if tokens <= (end - before) * size:
+                break
+            tokens -= (end - before) * size
+            before, size = end, larger
+        return before + -(-tokens // size)
+
     def passes(self, every: int, step: int) -> bool:
         """Whether this step reaches a multiple of so many tokens."""
         return every > 0 and self.until(step) // every > self.until(step - 1) // every

@@ -13,6 +13,7 @@ from rush.cli.ladder import resumable
 from rush.cli.ladder_table import minutes
 from rush.cli.options import ExtraTechniques, Json, complete_recipe
 from rush.cli.output import NAME, folded, next_step, note, print_json, print_table, say
+from rush.cli.ranks import refuse_nested
 
 if TYPE_CHECKING:
     from rush.lab.race.racing import RaceProgress
@@ -49,6 +50,13 @@ def race(
     seeds: Annotated[int, typer.Option(help="Runs of every recipe, each with another seed.")] = 1,
     legs: Annotated[int, typer.Option(help="Pieces of a run, between which the recipes take turns.")] = 4,
     points: Annotated[int, typer.Option(help="Validations of a run, at the same tokens for all.")] = 20,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Ranks of every recipe, on this machine: the layout's sizes multiplied. Default: of each recipe, those of its layout.",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Output folder. Default: runs/race-RECIPES.")] = None,
     technique: ExtraTechniques = None,
     json: Json = False,
@@ -70,11 +78,15 @@ def race(
       rush race schedule.warmup=10 tiny tiny techniques+=chunked_loss tiny optimizer.beta2=0.99 --budget 10m
 
       rush race mine.toml other.toml --tokens 50000000 --loss 3.5 --out races/mine
+
+      rush race llama-3.2-1b llama-3.2-1b techniques+=muon layout.fsdp=8 --nproc 8 --tokens 500000000
     """
     from rush.api import race as race_recipes
     from rush.lab.race.contenders import read_contenders
     from rush.lab.race.race_plan import race_name
 
+    if nproc is not None:
+        refuse_nested(nproc)
     folder = out or Path("runs") / f"race-{race_name(read_contenders(recipes))}"
     with resumable(folder, "legs"), _watching(quiet=json) as watch:
         found = race_recipes(
@@ -85,6 +97,7 @@ def race(
             seeds=seeds,
             legs=legs,
             points=points,
+            nproc=nproc,
             techniques=technique or [],
             out=folder,
             watch=watch,
@@ -95,7 +108,7 @@ def race(
         return
     _say(found.record, folder)
     given = {"--tokens": tokens, "--loss": loss, "--budget": budget, "--legs": legs if legs != 4 else None,
-             "--points": points if points != 20 else None}  # fmt: skip
+             "--points": points if points != 20 else None, "--nproc": nproc}  # fmt: skip
     words = [str(word) for option, value in given.items() if value is not None for word in (option, value)]
     words += [word for file in technique or [] for word in ("--technique", str(file))]
     _say_next(found.record, folder, [*recipes, *words])
@@ -154,7 +167,11 @@ def _say_next(record: RaceRecord, folder: Path, words: Sequence[str]) -> None:
 
     winner = winner_of(record)
     if winner is not None:
-        next_step("rush", "train", str(folder / "recipes" / f"{winner}.toml"))
+        from rush.recipe_io import load_recipe
+
+        recipe = folder / "recipes" / f"{winner}.toml"
+        world = load_recipe(str(recipe)).world
+        next_step("rush", "train", str(recipe), *(["--nproc", str(world)] if world > 1 else []))
         return
     seeds = max(MORE_SEEDS, len(record["seeds"]) + 2)
     why = "adds seeds to this race" if record["findings"] else "another race"

@@ -86,7 +86,7 @@ def train(
     script for a cluster.
     """
     changes = with_data(overrides, data)
-    if recipe is not None and "=" in recipe:
+    if recipe is not None and "=" in recipe and not os.path.isfile(recipe):
         changes.insert(0, recipe)
         recipe = None
     if "SLURM_PROCID" in os.environ:

@@ -124,13 +124,18 @@ def local_config(num_ranks: int, **options: Any) -> LaunchConfig:
     )
 
 
+def threads_per_rank(num_ranks: int) -> int:
+    """This machine's cores, shared by its ranks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // num_ranks)
+
+
 def _run_once(num_ranks: int, arguments: list[str]) -> LaunchResult:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(num_ranks)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(STOP_LIMIT_S))
     # torch's own warnings would come before the one message that helps; it reads the level on import.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

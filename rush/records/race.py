@@ -32,6 +32,9 @@ class RaceContender(TypedDict, total=False):
     """As TOML, as it was given: without the changes that the race makes to the schedule and the seed."""
     digest: Required[str]
     step_tokens: Required[Positive]
+    """With a batch-size schedule, of the last steps."""
+    step_sizes: SkipValidation[list[int]]
+    """Tokens of a step in the course of the run; several with a batch-size schedule."""
     steps: Required[Positive]
     """Of a run of the race."""
     techniques: SkipValidation[list[Any]]
@@ -68,6 +71,8 @@ class RaceRun(TypedDict, total=False):
     losses: Required[list[float | None]]
     """Of every step; None where it is non-finite."""
     step_s: Required[list[Annotated[float, Field(ge=0)]]]
+    tokens: list[Positive]
+    """Of every step, where they differ."""
     validations: Required[list[RaceValidation]]
 
 
@@ -82,6 +87,8 @@ def _consistent(run: RaceRun) -> RaceRun:
         raise ValueError(
             f"its legs end at step {done}, with {len(run['losses'])} losses and {len(run['step_s'])} times"
         )
+    if len(run.get("tokens", run["step_s"])) != done:
+        raise ValueError(f"its legs end at step {done}, with the tokens of {len(run['tokens'])} steps")
     steps = [one["step"] for one in run["validations"]]
     if steps != sorted(set(steps)) or (steps and steps[-1] > done):
         raise ValueError(f"its validations are not in order, or later than step {done}")

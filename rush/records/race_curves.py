@@ -45,15 +45,30 @@ class RacePoint:
 
 def leg_time(run: RaceRun, leg: RaceLeg) -> LegTime:
     """The time of one leg of a run."""
-    counted, warm = _counted(run["step_s"][leg["first"] - 1 : leg["last"]])
+    counted, warm = _counted(run, leg)
     own = sum(run["step_s"][leg["first"] - 1 : leg["last"]])
     wall = leg.get("wall_s")
     around = None if wall is None else max(0.0, wall - own)
     return LegTime(len(counted), sum(counted), warm, max(0.0, own - sum(counted)), around)
 
 
-def _counted(step_s: Sequence[float]) -> tuple[list[float], int]:
-    """What each step of a leg counts, and how many of them are warm-up."""
+def leg_tokens(record: RaceRecord, run: RaceRun, leg: RaceLeg) -> int:
+    """The tokens of a leg."""
+    if "tokens" in run:
+        return sum(run["tokens"][leg["first"] - 1 : leg["last"]])
+    return (leg["last"] - leg["first"] + 1) * contender_of(record, run["contender"])["step_tokens"]
+
+
+def _counted(run: RaceRun, leg: RaceLeg) -> tuple[list[float], int]:
+    """What each step of a leg counts, and how many of them are warm-up. Steps of other sizes are compared by their time per token."""
+    steps = slice(leg["first"] - 1, leg["last"])
+    step_s = run["step_s"][steps]
+    sizes = run["tokens"][steps] if "tokens" in run else [1] * len(step_s)
+    per_token, warm = _without_warmup([one / size for one, size in zip(step_s, sizes, strict=True)])
+    return [one * size for one, size in zip(per_token, sizes, strict=True)], warm
+
+
+def _without_warmup(step_s: Sequence[float]) -> tuple[list[float], int]:
     if len(step_s) < 2:
         return list(step_s), 0
     usual, warm = median(step_s[1:]), 1
@@ -68,7 +83,7 @@ def training_seconds(run: RaceRun) -> list[float]:
     """The training time after every step."""
     found, total = [], 0.0
     for leg in run["legs"]:
-        for one in _counted(run["step_s"][leg["first"] - 1 : leg["last"]])[0]:
+        for one in _counted(run, leg)[0]:
             total += one
             found.append(total)
     return found

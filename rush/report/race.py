@@ -65,7 +65,7 @@ class ContenderView:
     series: int
     name: str
     recipe: str
-    step_tokens: int
+    step_sizes: Sequence[int]
     rate: float | None
     curve: Sequence[RacePoint]
     """The means over seeds."""
@@ -145,7 +145,7 @@ def contenders_of(record: RaceRecord) -> list[ContenderView]:
                 series_of(place),
                 one["name"],
                 one["recipe"],
-                one["step_tokens"],
+                one.get("step_sizes") or [one["step_tokens"]],
                 rate_of(record, letter),
                 mean_curve(points),
                 points,

@@ -7,7 +7,7 @@ from typing import Any
 
 from rush.records.gains import judge
 from rush.records.race import LossGap, Quotient, RaceFinding, RaceRecord
-from rush.records.race_curves import contender_of, interval, leg_time
+from rush.records.race_curves import interval, leg_time, leg_tokens
 from rush.report import formatting
 
 CROWDED = 1.5
@@ -115,12 +115,9 @@ def _signed(value: float) -> str:
 
 def rate_of(record: RaceRecord, letter: str) -> float | None:
     """Tokens per second of training over all legs of a contender."""
-    step_tokens = contender_of(record, letter)["step_tokens"]
-    times = [
-        leg_time(run, leg) for run in record["runs"] if run["contender"] == letter for leg in run["legs"]
-    ]
-    seconds = sum(time.training_s for time in times)
-    return sum(time.steps for time in times) * step_tokens / seconds if seconds else None
+    legs = [(run, leg) for run in record["runs"] if run["contender"] == letter for leg in run["legs"]]
+    seconds = sum(leg_time(run, leg).training_s for run, leg in legs)
+    return sum(leg_tokens(record, run, leg) for run, leg in legs) / seconds if seconds else None
 
 
 def winner_of(record: RaceRecord) -> str | None:

@@ -106,6 +106,29 @@ def test_a_diverged_contender_is_a_result_and_a_lost_checkpoint_is_said(
         race(plan, tmp_path / "lost")
 
 
+@pytest.mark.parametrize(
+    ("codes", "status"),
+    [([-9], "killed"), ([75, -9], "killed"), ([0, 130], "killed"), ([2], "failed"), ([75, 2], "failed"), ([5, 75], "diverged")],
+)  # fmt: skip
+def test_ranks_that_miss_a_killed_one_are_tried_again_and_a_failure_of_their_own_is_not(
+    codes: list[int], status: str
+) -> None:
+    assert legs._ending(codes, "error: something", {})[0] == status
+
+
+@pytest.mark.slow
+def test_two_ranks_race_with_one_and_learn_the_same_while_the_batch_grows(
+    tmp_path: Path, small_recipe: Path
+) -> None:
+    shared = ["schedule.warmup=2", "batch.total_tokens=256", "batch.schedule=[{tokens=128,until=0.5}]"]
+    contenders = read_contenders([*shared, str(small_recipe), str(small_recipe), "layout.fsdp=2"])
+    record = race(plan_race(contenders, tokens=256 * 8, points=4, legs=2), tmp_path / "race=2")
+    assert [(run["status"], run["reason"]) for run in record["runs"]] == [("ok", None)] * 2
+    alone, both = (run["losses"] for run in record["runs"])
+    assert both == pytest.approx(alone, rel=1e-5)
+    assert [run["tokens"] for run in record["runs"]] == [[128] * 6 + [256] * 5] * 2
+
+
 @pytest.mark.slow
 def test_until_a_loss_a_run_stops_where_it_reached_it(tmp_path: Path, small_recipe: Path) -> None:
     plan = plan_of(small_recipe, *WORSE, tokens=64 * 24, points=6, legs=3, loss=5.6)

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rush.errors import DataError
 from rush.lab.race.findings import mean_interval
 from rush.records.race import check_race
 from rush.records.race_curves import RacePoint, leg_time, reached, training_seconds
-from rush.report.race_words import finding_words, verdict_of, winner_of
+from rush.report.race_words import finding_words, rate_of, verdict_of, winner_of
 from tests.report import made_up_race
 from tests.report.made_up_race import power_law, run
 
@@ -129,3 +130,31 @@ def test_the_interval_of_a_few_seeds_holds_the_truth_as_often_as_it_says(count: 
         assert ends is not None
         inside += ends[0] <= 0 <= ends[1]
     assert inside >= 0.88 * 150
+
+
+def test_a_growing_batch_is_timed_by_its_tokens() -> None:
+    """Half of the steps have half of the tokens and half of the time: as fast as steps of one size, whatever the leg's median is."""
+    steady = [run("A", seed, power_law(), 0.4) for seed in (1, 2)]
+    grown: list[Any] = [run("B", seed, power_law(), 0.4) for seed in (1, 2)]
+    for one in grown:
+        sizes = [500] * 40 + [1000] * 20
+        ends = [tokens // 1000 for tokens in np.cumsum(sizes)]
+        one["tokens"], one["step_s"] = sizes, [size / 2500 for size in sizes]
+        one["losses"] = [power_law()(1000 * end) for end in ends]
+        for leg, (first, last) in zip(one["legs"], ((1, 20), (21, 40), (41, 50), (51, 60)), strict=True):
+            leg |= {"first": first, "last": last}
+            one["step_s"][first - 1] += 1.0
+        for place in one["validations"]:
+            place["step"] = (
+                place["tokens"] // 500 if place["tokens"] <= 20_000 else 20 + place["tokens"] // 1000
+            )
+    record = found(*steady, *grown)
+    (finding,) = record["findings"]
+    assert finding["gross"]["ratio"] == pytest.approx(1.0)
+    assert len(finding["gross"]["samples"]) == 8, "legs are compared where they end after the same tokens"
+    assert finding["net"]["ratio"] == pytest.approx(1.0)
+    assert rate_of(record, "B") == pytest.approx(2500)
+    assert leg_time(grown[0], grown[0]["legs"][0]).warmup_s == pytest.approx(1.0)
+    grown[0]["tokens"].pop()
+    with pytest.raises(DataError, match="the tokens of 59 steps"):
+        check_race(record, "made up")

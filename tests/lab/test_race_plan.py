@@ -101,12 +101,54 @@ def test_all_are_validated_after_the_same_tokens_whatever_their_step_holds() -> 
     for one in plan.contenders:
         recipe = plan.raced(one, 7)
         assert recipe.steps * recipe.step_tokens == plan.tokens
-        assert recipe.run.validate_every * recipe.step_tokens == plan.every_tokens
+        assert (recipe.run.validate_every, recipe.run.validate_every_tokens) == (0, plan.every_tokens)
         ends = plan.leg_ends(one)
         assert ends[-1] == recipe.steps
-        assert all(end % recipe.run.validate_every == 0 for end in ends)
+        assert all(end * recipe.step_tokens % plan.every_tokens == 0 for end in ends)
         assert recipe.run.seed == 7
         assert (recipe.run.save_every, recipe.run.sample_tokens, recipe.run.trackers) == (0, 0, [])
+
+
+def test_a_growing_batch_reaches_every_validation_with_a_whole_step() -> None:
+    grows = "batch.schedule=[{tokens=2048,until=0.25},{tokens=4096,until=0.6}]"
+    words = [
+        "schedule.warmup=2",
+        "batch.total_tokens=8192",
+        "tiny",
+        "tiny",
+        grows,
+        "tiny",
+        "batch.total_tokens=6144",
+    ]
+    plan = plan_race(read_contenders(words), tokens=1_000_000, points=8, legs=3)
+    _, grown, _ = plan.contenders
+    recipe = plan.raced(grown, 7)
+    sizes = recipe.batch_sizes()
+    assert recipe.run_tokens == plan.tokens
+    assert plan.unit == 24_576, "steps of every size divide it"
+    for place in range(1, plan.points + 1):
+        step = sizes.step_at(place * plan.every_tokens)
+        assert sizes.until(step) == place * plan.every_tokens
+    assert {sizes.until(end) for end in plan.leg_ends(grown)} == {
+        plan.raced(one, 7).batch_sizes().until(end) for one in plan.contenders for end in plan.leg_ends(one)
+    }
+    asked = [end / recipe.steps for end in sizes.ends]
+    assert asked == pytest.approx([0.25, 0.6], abs=0.05)
+    with pytest.raises(RecipeError, match=r"recipe B of the race, .* rounded to a multiple of 24,576"):
+        plan_race(
+            read_contenders([*words[:4], "batch.schedule=[{tokens=2048,until=2}]", *words[5:]]),
+            tokens=1_000_000,
+        )
+
+
+def test_the_ranks_that_are_given_are_those_of_every_layout() -> None:
+    words = ["tiny", "layout.fsdp=2", "tiny", "layout.ddp=2"]
+    assert plan_race(read_contenders(words), nproc=2).contenders[1].recipe.world == 2
+    assert plan_race(read_contenders(["tiny", "tiny layout.ddp=2"]), tokens=40_960).tokens == 40_960
+    with pytest.raises(
+        RecipeError, match=r"recipe B of the race: layout.fsdp is 2, which takes 2 ranks, but .* has 1"
+    ):
+        plan_race(read_contenders(["tiny", "tiny layout.fsdp=2"]), nproc=1, tokens=40_960)
 
 
 def test_everybody_begins_as_often_as_the_others() -> None:
@@ -128,6 +170,10 @@ def test_everybody_begins_as_often_as_the_others() -> None:
         ({"loss": 0.0}, "--loss is 0.0"),
         ({"loss": float("nan")}, "--loss is nan"),
         ({"tokens": 20_480}, "recipe A of the race, over 20,480 tokens: schedule.warmup is 20"),
+        (
+            {"nproc": 2},
+            "recipe A of the race: every size of the layout is 1, which takes 1 rank, but this run has 2",
+        ),
     ],
 )
 def test_numbers_that_make_no_race_are_refused(options: dict[str, float], said: str) -> None:

@@ -50,6 +50,8 @@ def test_tokens_until_a_step_are_those_of_its_steps(lengths: list[int], every: i
     each += [sizes.sizes[-1]] * 41
     assert sizes.until(step) == sum(each[:step])
     assert sizes.of(step + 1) == each[step]
+    assert each[:step] == [] or sizes.step_at(sum(each[:step])) == step
+    assert sizes.step_at(sum(each[:step]) + 1) == step + 1
     crossed = [n for n in range(sum(each[:step]) + 1, sum(each[: step + 1]) + 1) if n % every == 0]
     assert sizes.passes(every, step + 1) == bool(crossed)
 

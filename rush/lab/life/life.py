@@ -12,6 +12,7 @@ speed or long runs: it is the shortest run with all the events of a long one.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -32,6 +33,7 @@ from rush.lab.life import checks
 from rush.lab.life.checks import Broken
 from rush.lab.life.logits import largest_difference
 from rush.lab.trial.starter import Starter, Streams
+from rush.parallel.launching import threads_per_rank
 from rush.recipe import Recipe
 from rush.recipe_io import CONSTANT_BATCH, changed, write_toml
 from rush.records.metrics import MetricsRow, SampleRow, read_rows
@@ -382,9 +384,10 @@ def rank_environments(world: int) -> list[dict[str, str]]:
     """The environment of each rank, as a launcher sets it."""
     if world == 1:
         return [{}]
+    threads = os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(world)))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-              "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+              "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": threads}  # fmt: skip
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(world)]

@@ -19,7 +19,7 @@ import numpy as np
 
 from rush.lab.statistics import DRAWS, student_quantile
 from rush.records.race import DepthRecord, LossGap, Quotient, RaceFinding, RaceRecord
-from rush.records.race_curves import RacePoint, best_until, leg_time, raced, reached, starts
+from rush.records.race_curves import RacePoint, best_until, leg_time, leg_tokens, raced, reached, starts
 
 FRACTIONS = {0.25: "a quarter", 0.5: "half", 0.75: "three quarters", 1.0: "all"}
 _STUDENT = {1: 12.706, 2: 4.303}
@@ -121,17 +121,15 @@ def _finding(
 
 def _gross(record: RaceRecord, base: str, letter: str) -> Quotient | None:
     """Tokens per second of training, leg by leg with the same seed and number: both were made one after the other."""
-    steps = {one["letter"]: one["step_tokens"] for one in record["contenders"]}
     rates: dict[str, dict[tuple[int, int], float]] = {base: {}, letter: {}}
     for run in record["runs"]:
         if run["contender"] in rates and run["status"] not in ("diverged", "failed"):
+            ends = 0
             for leg in run["legs"]:
-                time = leg_time(run, leg)
-                ends = leg["last"] * steps[run["contender"]]
+                time, tokens = leg_time(run, leg), leg_tokens(record, run, leg)
+                ends += tokens
                 if time.training_s > 0:
-                    rates[run["contender"]][run["seed"], ends] = (
-                        time.steps * steps[run["contender"]] / time.training_s
-                    )
+                    rates[run["contender"]][run["seed"], ends] = tokens / time.training_s
     both = [place for place in rates[base] if place in rates[letter]]
     return quotient([rates[letter][place] / rates[base][place] for place in both])
 

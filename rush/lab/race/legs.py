@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rush.errors import Diverged, MachineError
+from rush.errors import Diverged, MachineError, RankLost
 from rush.files import shareable, timestamp, write_atomic
 from rush.hardware import Machine
 from rush.hardware.conditions import load_per_core
@@ -91,6 +91,8 @@ def read_run(run: RaceRun, files: RunFolder, until: int, note: Mapping[str, Any]
         loss = row.get("loss")
         run["losses"].append(_rounded(loss) if loss is not None and math.isfinite(loss) else None)
         run["step_s"].append(_rounded(row["step_s"]))
+        if "tokens" in run:
+            run["tokens"].append(row["tokens"] - sum(run["tokens"]))
         if (held_out := row.get("val_loss")) is not None and math.isfinite(held_out):
             run["validations"].append({"step": row["step"], "tokens": row["tokens"], "loss": held_out})
     unknown = RaceLeg(first=0, last=0, place=None, started=None, wall_s=None, load=None)
@@ -121,7 +123,9 @@ def _ending(codes: list[int] | None, stderr: str, failure: Mapping[str, Any]) ->
     said = shareable(last_error(stderr)).removeprefix("error: ")
     if Diverged.exit_code in codes:
         return "diverged", said
-    if all(code < 0 or code == 130 for code in codes if code):
+    if all(
+        code < 0 or code in (130, RankLost.exit_code) for code in codes if code
+    ):  # other ranks miss a killed one
         names = {-code: signal.Signals(-code).name for code in codes if code < 0}
         return "killed", f"its process was killed from outside ({', '.join(names.values()) or 'interrupted'})"
     return "failed", said

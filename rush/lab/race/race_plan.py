@@ -2,7 +2,8 @@
 
 All runs are validated after the same numbers of tokens: multiples of the least common multiple of the contenders' tokens a step. The
 tokens of the race are rounded up to such a multiple, and every contender's schedule gets as many steps as they make: it decays over
-the race, as it would over a run of that length. Legs end at validations, so that a leg can be resumed from its checkpoint.
+the race, as it would over a run of that length. The phases of a batch-size schedule are rounded to such multiples, too. Legs end at
+validations, so that a leg can be resumed from its checkpoint.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rush.errors import RecipeError
 from rush.lab.race.contenders import Contender, check_comparable
+from rush.parallel import check_world
 from rush.recipe import Recipe
 from rush.recipe_io import changed
 from rush.techniques import check_recipe
+from rush.training.epochs import steps_for
 
 POINTS, FEWEST_POINTS = 20, 4
 LEGS = 4
@@ -38,6 +42,11 @@ class RacePlan:
     """Python files that define further techniques."""
 
     @property
+    def unit(self) -> int:
+        """Tokens that steps of every size of all contenders divide."""
+        return _unit(self.contenders)
+
+    @property
     def points(self) -> int:
         """Validations of a run."""
         return self.tokens // self.every_tokens
@@ -53,9 +62,10 @@ class RacePlan:
             one.recipe,
             {
                 **RUN,
-                "schedule.steps": self.tokens // one.recipe.step_tokens,
+                **at_length(one.recipe, self.tokens, self.unit),
                 "run.seed": seed,
-                "run.validate_every": self.every_tokens // one.recipe.step_tokens,
+                "run.validate_every": 0,
+                "run.validate_every_tokens": self.every_tokens,
                 "run.validate_sequences": self.validate_sequences,
             },
         )
@@ -63,7 +73,8 @@ class RacePlan:
     def leg_ends(self, one: Contender) -> list[int]:
         """The last step of every leg of a contender."""
         ends = [round((leg + 1) * self.points / self.num_legs) for leg in range(self.num_legs)]
-        return [end * self.every_tokens // one.recipe.step_tokens for end in ends]
+        sizes = self.raced(one, self.seeds[0]).batch_sizes()
+        return [sizes.step_at(end * self.every_tokens) for end in ends]
 
     def order(self) -> list[tuple[int, Contender, int]]:
         """Every leg as (number, contender, seed), in the order in which they are made. Whoever begins changes from leg to leg, so that a
@@ -87,12 +98,15 @@ def plan_race(
     legs: int = LEGS,
     name: str | None = None,
     techniques: Sequence[str] = (),
+    nproc: int | None = None,
 ) -> RacePlan:
-    """A checked plan. Without `tokens`, as many as the recipes train on."""
+    """A checked plan. Without `tokens`, as many as the recipes train on; without `nproc` every recipe has the ranks of its layout."""
     check_comparable(contenders)
     _check_numbers(tokens, seeds, loss, points, legs)
+    if nproc is not None:
+        _check_ranks(contenders, nproc)
     wanted = tokens if tokens is not None else _own_tokens(contenders)
-    common = math.lcm(*(one.recipe.step_tokens for one in contenders))
+    common = _unit(contenders)
     every = -(-wanted // (points * common)) * common
     total = -(-wanted // every) * every
     if total // every < FEWEST_POINTS:
@@ -121,9 +135,40 @@ def plan_race(
     return plan
 
 
+def _unit(contenders: Sequence[Contender]) -> int:
+    return math.lcm(*(size for one in contenders for size in one.recipe.step_sizes))
+
+
+def at_length(recipe: Recipe, tokens: int, unit: int) -> dict[str, Any]:
+    """The changes that make a recipe's run have so many tokens. The phases of a batch-size schedule come to whole units."""
+    if recipe.batch.schedule is None:
+        return {"schedule.steps": tokens // recipe.step_tokens}
+    sizes = recipe.batch_sizes(steps_for(recipe, tokens))
+    phases, before, steps = [], 0, 0
+    for end, size in zip(sizes.ends, sizes.sizes, strict=False):
+        until = round(sizes.until(end) / unit) * unit
+        if not before < until < tokens:
+            raise RecipeError(
+                f"its steps of {size:,} tokens would be those of {max(0, sizes.until(end) - before):,} tokens, and in a race their "
+                f"number is rounded to a multiple of {unit:,}, less than all {tokens:,}. Give more --tokens, or another batch.schedule."
+            )
+        steps += (until - before) // size
+        phases.append({"tokens": size, "until": steps})
+        before = until
+    return {"schedule.steps": steps + (tokens - before) // recipe.step_tokens, "batch.schedule": phases}
+
+
+def _check_ranks(contenders: Sequence[Contender], nproc: int) -> None:
+    for one in contenders:
+        try:
+            check_world(one.recipe.layout.model_dump(), nproc)
+        except RecipeError as error:
+            raise RecipeError(f"recipe {one.letter} of the race: {error}") from None
+
+
 def _own_tokens(contenders: Sequence[Contender]) -> int:
     """The length of the runs that the recipes describe, where they agree on it."""
-    every = {one.letter: one.recipe.steps * one.recipe.step_tokens for one in contenders}
+    every = {one.letter: one.recipe.run_tokens for one in contenders}
     if len(set(every.values())) > 1:
         found = ", ".join(f"{letter} {tokens:,}" for letter, tokens in every.items())
         raise RecipeError(

@@ -127,6 +127,11 @@ def _check_machine(bench: RaceBench, earlier: RaceRecord | None) -> None:
             check(one.recipe, bench.machine)
         except (RecipeError, MachineError) as error:
             raise type(error)(f"recipe {one.letter} of the race: {error}") from None
+        if bench.machine.device == "cuda" and one.recipe.world > bench.machine.num_devices:
+            raise MachineError(
+                f"recipe {one.letter} of the race: its layout takes {one.recipe.world} ranks, each with a GPU of its own, and this machine "
+                f"has {bench.machine.num_devices}; give it a layout of at most so many."
+            )
     if earlier is not None and bench.machine.from_dict(earlier["machine"]) != bench.machine:
         raise MachineError(
             f"{bench.folder} holds a race that was begun on another machine, or with other versions; times of two machines cannot be "
@@ -268,7 +273,8 @@ class Race:
                     "recipe": write_toml(one.recipe),
                     "digest": one.recipe.digest,
                     "step_tokens": one.recipe.step_tokens,
-                    "steps": plan.tokens // one.recipe.step_tokens,
+                    "step_sizes": list(one.recipe.step_sizes),
+                    "steps": plan.leg_ends(one)[-1],
                     "techniques": list(one.recipe.techniques),
                 }
                 for one in plan.contenders
@@ -308,7 +314,7 @@ def recipe_differences(recipes: list[Recipe]) -> list[list[str]]:
 
 
 def _new_run(one: Contender, seed: int) -> RaceRun:
-    return {
+    run: RaceRun = {
         "contender": one.letter,
         "seed": seed,
         "status": "waiting",
@@ -318,6 +324,9 @@ def _new_run(one: Contender, seed: int) -> RaceRun:
         "step_s": [],
         "validations": [],
     }
+    if one.recipe.batch.schedule is not None:
+        run["tokens"] = []
+    return run
 
 
 def _became(one: Contender, run: RaceRun) -> str:

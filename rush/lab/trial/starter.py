@@ -305,6 +305,8 @@ def _be_child(child: Mapping[str, Any]) -> None:
         os.dup2(opened, number)
         os.close(opened)
     os.environ.update(child["environment"])
+    if (threads := child["environment"].get("OMP_NUM_THREADS")) is not None and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(int(threads))  # OpenMP read the variable when torch was imported
     if "words" in child:
         die_with_parent(os.getppid())
         # `python -m rush`, which this process becomes; it leaves by the front door, as a user's would.
