@@ -64,6 +64,8 @@ def test_fused_layers(name: str, techniques: tuple[str, ...], dtype: str) -> Non
         ("llama-tiny", ("{name='fp8', casts='kernel', fast='all'}", "bf16_master")),
         ("llama-tiny", ("{name='fp8', scope='blocks_and_head'}", "vocab_pad", "bf16_master")),
         ("tiny", ("fp8", "amp_bf16")),
+        ("llama-tiny", ("torchao_float8", "bf16_master", BLOCKS)),
+        ("tiny", ("{name='torchao_float8', recipe='rowwise'}", "amp_bf16", "compile")),
     ],
 )
 def test_fp8_matmuls(name: str, techniques: tuple[str, ...]) -> None:

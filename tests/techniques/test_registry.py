@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings(
 NAMES = sorted(registry())
 GPU_ONLY = {
     "tf32", "cudnn_attention", "flex_attention", "offload_activations", "pin_memory", "cuda_graph", "liger",
-    "expandable_segments",
+    "expandable_segments", "torchao_float8",
 }  # fmt: skip
 # They divide the work among processes: tests/parallel holds them against one rank.
 SEVERAL_RANKS = {"cp", "ddp", "fsdp", "pp", "tp"}
@@ -202,6 +202,9 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of("{name='fp8', scope='head', mlp='kernel'}", "fused_loss"))
         own.append(recipe_of("{name='fp8', scope='blocks_and_head'}", overrides=["layout.tp=2"]))
         own.append(recipe_of("{name='fp8', scope='head', fast='all'}", "fused_loss"))
+    if name == "torchao_float8":
+        own.append(recipe_of(name, overrides=["model.shape.intermediate=100"]))
+        own.append(recipe_of(name, overrides=["objective.kind=sft"]))
     if name == "fp16_matmul":
         own.append(recipe_of(name, overrides=["layout.tp=2", "batch.micro=1"]))
         own.append(recipe_of("{name='fp16_matmul', scope='blocks_and_head'}", "fused_loss"))
@@ -279,6 +282,7 @@ def test_every_requirement_can_be_unmet_and_then_raises(name: str, monkeypatch: 
     monkeypatch.setattr("rush.techniques.optimizer.adam8bit.find_spec", lambda library: None)
     monkeypatch.setattr("rush.techniques.kernels.liger.find_spec", lambda library: None)
     monkeypatch.setattr("rush.techniques.adapters.qlora.find_spec", lambda library: None)
+    monkeypatch.setattr("rush.techniques.precision.torchao_float8.find_spec", lambda library: None)
     monkeypatch.setattr(fp16_linear, "cannot_build", lambda: "there is no C++ compiler")
     monkeypatch.setattr(fp16_linear, "is_built", lambda: False)
     for requirement in registry()[name].requires:
