@@ -68,7 +68,8 @@ def _checkpoint(spec: Spec) -> str:
 
 def _precision(spec: Spec) -> str:
     half = next((name for name in alternatives(Alternative.PRECISION) if spec.uses(name)), "fp32")
-    return f"{half} with fp8" if spec.uses(*alternatives(Alternative.FP8)) else half
+    eight_bit = next((name for name in alternatives(Alternative.EIGHT_BIT) if spec.uses(name)), None)
+    return f"{half} with {eight_bit}" if eight_bit else half
 
 
 UNSHARDED, NO_CHECKPOINTING = "no sharding (ddp)", "no checkpointing"

@@ -20,10 +20,10 @@ from rush.plan.describe import alternatives, describe, distinct, lost_to
 from rush.plan.efficiencies import DEFAULT, Efficiencies
 from rush.plan.planning import Plan, Problem, plan, problems_of
 from rush.plan.run_peak import run_peak_of
-from rush.plan.spec import Spec, spec_of
+from rush.plan.spec import Spec, phases_of, spec_of
 from rush.plan.target import TargetMachine
 from rush.recipe import Knob, Recipe
-from rush.recipe_io import changed
+from rush.recipe_io import CONSTANT_BATCH, changed
 from rush.techniques import conflict_reason, registry
 from rush.techniques.api.contract import Alternative, Parity
 
@@ -81,7 +81,7 @@ def search(
             if (other := _in_precision(own, name)) is not None
         ),
     ]
-    for techniques, extra in product(halves, ("", *alternatives(Alternative.FP8))):
+    for techniques, extra in product(halves, ("", *alternatives(Alternative.EIGHT_BIT))):
         if techniques is not own or extra:
             looked.at(techniques, extra, only=near)
             looked.at(techniques, extra, offload=True)
@@ -101,7 +101,9 @@ class _Search:
     """All combinations planned so far."""
 
     def __init__(self, recipe: Recipe, target: TargetMachine, efficiency: Efficiencies, beyond: bool) -> None:
-        self.recipe, self.target, self.efficiency, self.beyond = recipe, target, efficiency, beyond
+        self.recipe, self.target = changed(recipe, CONSTANT_BATCH), target
+        self.efficiency, self.beyond = efficiency, beyond
+        self.phases = phases_of(recipe)
         self.total = recipe.batch.total_tokens or target.devices * max(
             TOKENS_PER_DEVICE, recipe.batch.sequence
         )
@@ -191,7 +193,7 @@ class _Search:
         """All combinations that the techniques allow."""
         recipe, target, beyond = self.recipe, self.target, self.beyond
         names = {name for name, _ in base}
-        if precision and not _can_add_fp8(names, target):
+        if precision and not _can_add(precision, names, target):
             return
         stages = ("parameters",) if offload else STAGES
         for checkpoint, stage in product(("", *alternatives(Alternative.CHECKPOINTING)), stages):
@@ -217,7 +219,7 @@ class _Search:
                     if start is None or layout["pp"] * start.stages > start.shape.num_layers:
                         continue
                     self.smallest_batch = min(least, self.smallest_batch or least)
-                    yield from _batches(start, self.total)
+                    yield from _batches(replace(start, phases=self.phases), self.total)
 
     def _start(self, entries: list[Any], layout: Mapping[str, int], total: int) -> Spec | None:
         """The spec with micro batch 1; None where it does not divide, or cannot run there."""
@@ -304,11 +306,12 @@ def _in_precision(base: Techniques, name: str) -> Techniques | None:
     return [*kept, *added.items()]
 
 
-def _can_add_fp8(names: set[str], target: TargetMachine) -> bool:
-    """Whether fp8 is worth trying: the device has fp8 matmuls, and a compiler fuses the casts."""
+def _can_add(eight_bit: str, names: set[str], target: TargetMachine) -> bool:
+    """Whether 8-bit matmuls are worth trying: the device has them, and a compiler fuses the casts."""
     known = [registry()[name] for name in names if name in registry()]
     fused = any(effect.term == "stream.fused" for technique in known for effect in technique.work)
-    return "float8" in target.matmul and fused and names.isdisjoint(alternatives(Alternative.FP8))
+    rates = {effect.value for effect in registry()[eight_bit].work if effect.term == "blocks.dtype"}
+    return rates <= set(target.matmul) and fused and names.isdisjoint(alternatives(Alternative.EIGHT_BIT))
 
 
 def _compatible(spec: Spec) -> bool:
@@ -356,6 +359,7 @@ def _batches(spec: Spec, total: int) -> Iterator[Spec]:
     ranks = spec.size("ddp") * spec.size("fsdp")
     for micro in MICROS:
         passes, over = divmod(total, micro * spec.sequence * ranks)
-        if over or not passes or passes < spec.size("pp"):
+        small = [passes * size for _, size in spec.phases]
+        if over or not passes or min(small) < spec.size("pp") or any(one.denominator > 1 for one in small):
             continue
         yield replace(spec, micro=micro, passes=passes)

@@ -11,7 +11,7 @@ from rush.errors import MachineError
 from rush.hardware import probe
 from rush.techniques import check, registry
 from rush.techniques.api.evidence import prove
-from rush.techniques.precision.fp8 import Fp8Linear
+from rush.techniques.precision.cast_linear import CastLinear
 from tests.in_turn import in_turn
 from tests.techniques.tiny_runs import compare, make_run, recipe_of, trace
 
@@ -73,7 +73,7 @@ def test_it_takes_effect_and_learns_what_plain_learns(name: str, techniques: tup
 def test_every_linear_layer_of_the_blocks_is_changed_and_the_head_only_when_asked() -> None:
     run = make_run("fp8", overrides=SMALL)
     for role, layers in run.model.linears().items():
-        assert all(isinstance(layer, Fp8Linear) == (role != "head") for _, layer in layers), role
+        assert all(isinstance(layer, CastLinear) == (role != "head") for _, layer in layers), role
     products = 3 * sum(len(layers) for role, layers in run.model.linears().items() if role != "head")
     for techniques, more in ((("fp8",), 0), ((HEAD, "vocab_pad"), 3)):
         seen = trace(make_run(*techniques, overrides=SMALL), 1, watch=True).seen
@@ -136,7 +136,7 @@ def test_rows_of_any_length_are_multiplied_as_if_zeros_followed(scope: str, toke
         torch.testing.assert_close(one, other)
     if scope == "head":
         return
-    layer = next(module for module in model.modules() if isinstance(module, Fp8Linear))
+    layer = next(module for module in model.modules() if isinstance(module, CastLinear))
     x = hidden[..., : layer.in_features]
     alone, among = layer(x), layer(torch.cat([x, zeros[tokens[0] :, :, : layer.in_features]]))[: tokens[0]]
     torch.testing.assert_close(alone, among, rtol=0, atol=0)
@@ -172,7 +172,7 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_the_head_alone_leaves_the_blocks_as_they_are_and_its_evidence_fails_without_its_kernel() -> None:
     run = make_run("{name='fp8', scope='head'}", "fused_loss", overrides=SMALL)
     assert run.model.loss_head.matmuls == "fp8"  # the gradients of a head never with fast accumulation
-    assert not any(isinstance(module, Fp8Linear) for module in run.model.modules())
+    assert not any(isinstance(module, CastLinear) for module in run.model.modules())
     seen = trace(run, 1, watch=True).seen
     assert seen is not None
     knobs = next(use.knobs for use in run.uses if use.technique.name == "fp8")

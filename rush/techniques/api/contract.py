@@ -58,7 +58,7 @@ class Alternative(StrEnum):
     """A choice of `rush plan --search`, which tries every technique that is an alternative of it."""
 
     PRECISION = "precision"
-    FP8 = "fp8"
+    EIGHT_BIT = "8-bit matmuls"
     CHECKPOINTING = "checkpointing"
 
 

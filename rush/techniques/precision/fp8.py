@@ -28,7 +28,8 @@ from rush.techniques.api.seams import needs_triton
 from rush.techniques.kernels.fused_loss import FusedLossHead
 from rush.techniques.kernels.vocab_pad import PaddedProjection, ProjectedLossHead
 from rush.techniques.precision import fp8_evidence
-from rush.techniques.precision.fp8_layers import ALIGNMENT, Fp8GatedMLP, Fp8Linear, fp8_projection
+from rush.techniques.precision.cast_linear import ALIGNMENT, block_widths, cast_blocks, projection
+from rush.techniques.precision.fp8_layers import Fp8GatedMLP
 
 RECIPES, SCOPES = ("tensorwise", "rowwise"), ("blocks", "blocks_and_head", "head")
 CASTS = MLPS = ("compiler", "kernel")
@@ -46,10 +47,7 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
     # MFU is relative to the fp8 peak, although LM head and attention stay at 16 bits.
     if _takes_blocks(knobs):
         build.facts.rate_dtype = build.facts.operand_dtype = "float8"
-    for role, layers in build.model.linears().items():
-        for name, plain in layers if role != "head" and _takes_blocks(knobs) else []:
-            parent, _, own = name.rpartition(".")
-            setattr(build.model.get_submodule(parent), own, Fp8Linear(plain, matmul))
+        cast_blocks(build.model, matmul)
     if _with_one_mlp(knobs):
         for block in build.model.blocks:
             plain_mlp = block.get_submodule("mlp")
@@ -63,8 +61,8 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
         build.facts.note(head)
     elif knobs["scope"] != "blocks":
         of_head = partial(fp8_linear, recipe=recipe, **(options | {"fast_accum": "forward"}))
-        projection = PaddedProjection(build.head_width, fp8_projection(of_head))
-        build.model.loss_head = ProjectedLossHead(projection, build.model.shape.logit_softcap)
+        padded = PaddedProjection(build.head_width, projection(of_head))
+        build.model.loss_head = ProjectedLossHead(padded, build.model.shape.logit_softcap)
 
 
 def _can_multiply(machine: Machine, recipe: Recipe) -> bool:
@@ -75,10 +73,8 @@ def _can_multiply(machine: Machine, recipe: Recipe) -> bool:
 
 
 def _widths_fit(machine: Machine, recipe: Recipe) -> bool:
-    shape, layout = recipe.shape(), recipe.layout
-    cut = (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.intermediate)
     # Every batch must fit, also the last one of a validation, which may have fewer rows.
-    sizes = (shape.hidden, *(size // layout.tp for size in cut), recipe.batch.sequence // layout.cp)
+    sizes = (*block_widths(recipe), recipe.batch.sequence // recipe.layout.cp)
     return all(size % ALIGNMENT == 0 for size in sizes)
 
 
@@ -108,7 +104,7 @@ def _takes_head(recipe: Recipe) -> bool:
 
 technique = api.Technique(
     name="fp8",
-    alternative=api.Alternative.FP8,
+    alternative=api.Alternative.EIGHT_BIT,
     relative_error=2**-4,
     stage=api.Stage.MODEL,
     apply=apply,
