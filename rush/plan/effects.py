@@ -53,6 +53,7 @@ ADDED = {
     "inputs.opaque": "1: by an operator that is opaque to the compiler, so casts are saved",
     "norm.opaque": "1: the norms are opaque operators, so casts of their outputs are saved",
     "mlp.opaque": "1: the MLP's activation is an opaque operator",
+    "matmul.sums": "results of a block's matmuls before they are scaled, one at a time (bytes per element)",
     "head.cast": "the gradient of the logits in fp8, also transposed, in addition to the logits",
     "values.joined": "1: values are a view of one output with queries and keys before RoPE, which is saved too",
     "mlp.whole": "1: the MLP is one operator, which saves gate and up",

@@ -399,5 +399,6 @@ def _working(spec: Spec) -> float:
     handed = effects.keeps is None or "mlp.gate" in effects.keeps or bool(effects.factor("frozen"))
     tensors = 1 if effects.factor("seams") and handed else 3 if shape.gated_mlp else 2
     wide = tensors * compute * shape.intermediate / tp
+    wide += effects.size("matmul.sums", 0) * shape.intermediate / tp
     scores = 2 * _scores(spec) * effects.factor("scores")
     return 2 * stream * shape.hidden + max(wide, scores)

@@ -16,9 +16,10 @@ from rush.hardware.catalog import CATALOG, Datasheet
 from rush.hardware.links import LINKS, SERVERS
 from rush.hardware.machine import Cpu, Device, Machine
 
-DERATING = {"float32": 0.76, "tf32": 0.76, "float16": 0.70, "bfloat16": 0.74, "float8": 0.65}
+DERATING = {"float32": 0.76, "tf32": 0.76, "float16": 0.70, "bfloat16": 0.74, "float8": 0.65, "int8": 0.65}
 """Measured ceiling over datasheet peak on the H200s under `results/` (51/67, 380/495, 665/989, 735/989, 1280/1979); used
-for every accelerator that was not measured. Chips that are not power-limited reach more (an A100 about 0.8)."""
+for every accelerator that was not measured. Chips that are not power-limited reach more (an A100 about 0.8). int8 was not
+measured: as fp8, an assumption."""
 BANDWIDTH_DERATING = 0.87
 """Measured copy rate over datasheet bandwidth: 4.18 of 4.8 TB/s."""
 BETTER = {
@@ -35,8 +36,8 @@ BETTER = {
 """Fraction of the dense peak that large 16-bit matmuls reach, where it differs: published measurements differ by ±5 %, so this
 is an assumption, for machines under sustained load. (A T4 is limited by its 70 W; an MI300X is reported to reach
 about 45 % of its peaks in 16 and 8 bits: Ambati et al., October 2025; its maker's own best case is 0.54.)"""
-FP8_TOO = ("mi300x",)
-"""Those whose fraction holds for fp8 as well."""
+EIGHT_BIT_TOO = ("mi300x",)
+"""Those whose fraction holds for 8-bit matmuls as well."""
 MEASURED = {
     "h200-sxm": {
         "float32": 51e12, "tf32": 381e12, "float16": 666e12, "bfloat16": 736e12, "float8": 1280e12, "copy": 4.18e12,
@@ -149,17 +150,19 @@ def _known(link: str) -> str:
 
 
 def _from_sheet(sheet: Datasheet) -> TargetMachine:
+    share = BETTER.get(sheet.chip)
+    lowered = ("float16", "bfloat16", "tf32", *(("float8", "int8") if sheet.chip in EIGHT_BIT_TOO else ()))
+    rates = {
+        dtype: peak * (share if share is not None and dtype in lowered else DERATING[dtype])
+        for dtype, peak in sheet.peak_flops.items()
+    }
     if sheet.key in MEASURED:
-        rates: dict[str, float] = dict(MEASURED[sheet.key])
+        rates |= MEASURED[sheet.key]
+        unmeasured = ", ".join(sorted(sheet.peak_flops.keys() - MEASURED[sheet.key].keys()))
         copy, how = rates.pop("copy"), "calibrated"
         source = "ceilings measured on this kind of accelerator (results/)"
+        source += f"; {unmeasured} from the datasheet, derated" if unmeasured else ""
     else:
-        share = BETTER.get(sheet.chip)
-        lowered = ("float16", "bfloat16", "tf32", *(("float8",) if sheet.chip in FP8_TOO else ()))
-        rates = {
-            dtype: peak * (share if share is not None and dtype in lowered else DERATING[dtype])
-            for dtype, peak in sheet.peak_flops.items()
-        }
         copy, how = BANDWIDTH_DERATING * sheet.bytes_per_s, "datasheet"
         source = f"{sheet.source}, derated"
     reserved = 0.985  # the driver keeps a little: an H200 of 141 GB shows 139.8 GiB

@@ -15,7 +15,7 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from rush.techniques.api.contract import Call
 
-KEPT = ("rush::", "c10d::", "aten::_scaled_", "aten::_foreach_zero_")
+KEPT = ("rush::", "c10d::", "aten::_scaled_", "aten::_int_mm", "aten::_foreach_zero_")
 """Prefixes of the operators whose calls are kept."""
 DTYPES = {
     "float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16",

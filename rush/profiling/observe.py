@@ -210,11 +210,14 @@ def _recorded_twice(
             ran_inside.add(event.id)
     if not any(_is_layers(event, vocabularies) for event in matmuls if event.id in taken):
         return taken  # the head alone: a matmul of DTensors is recorded like this, too
+    # A layer's forward pass: torch's own, or that of an autograd.Function, which a profile names like its backward pass.
+    forwards = {"aten::linear", "aten::matmul"}
+    forwards |= {event.name.removesuffix("Backward") for event in host if event.name.endswith("Backward")}
     returned = {
         event.id
         for event in matmuls
         if event.id not in ran_inside
-        and {"aten::linear", "aten::matmul"}.intersection(callers(event))
+        and forwards.intersection(callers(event))
         and not {FORWARD, *ADAPTED}.intersection(callers(event))
     }
     return taken | returned

@@ -100,12 +100,17 @@ def test_every_entry_is_plausible_and_names_its_source(key: str) -> None:
         assert peaks["float32"] <= peaks["tf32"] <= peaks["float16"] / 1.9
     if "float8" in peaks:
         assert peaks["float8"] == pytest.approx(2 * peaks["float16"], rel=0.02)
+    # int8 as well; on GeForce cards four times, as only 16-bit (and fp8) matmuls are slower with 32-bit accumulation.
+    if sheet.chip != "v100":
+        geforce = sheet.chip in ("3090", "4090", "5090")
+        assert peaks["int8"] == pytest.approx((4 if geforce else 2) * peaks["float16"], rel=0.02)
 
 
 def test_the_dtypes_a_device_lacks_have_no_peak() -> None:
     assert "bfloat16" not in CATALOG["t4"].peak_flops
     assert "bfloat16" not in CATALOG["v100-32-sxm"].peak_flops
     assert "float8" not in CATALOG["a100-80-sxm"].peak_flops
+    assert "int8" not in CATALOG["v100-32-sxm"].peak_flops
 
 
 def test_a_cpu_has_no_datasheet_peak() -> None:

@@ -163,6 +163,8 @@ WHOLE = '{name = "fp8", mlp = "kernel"}'
         pytest.param("llama-tiny", ("fp8",), marks=pytest.mark.slow),
         ("llama-tiny", ("fp8", "fused_projections")),
         ("llama-tiny", ('{name = "fp8", recipe = "rowwise"}',)),
+        ("tiny", ("int8_matmul",)),
+        ("llama-tiny", ("int8_matmul",)),
         *(
             pytest.param(model, (*techniques, "compile"), marks=pytest.mark.slow)
             for model, techniques in (
@@ -173,18 +175,20 @@ WHOLE = '{name = "fp8", mlp = "kernel"}'
                 ("llama-tiny", ("fp8", "fused_mlp")),
                 ("llama-tiny", (KERNEL,)),
                 ("llama-tiny", (WHOLE, "fused_projections")),
+                ("llama-tiny", ("int8_matmul",)),
+                ("tiny", ("int8_matmul", "fused_bias")),
             )
         ),
     ],
 )
-def test_saved_operands_of_fp8_matmuls(
+def test_saved_operands_of_8_bit_matmuls(
     model: str, techniques: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against the same recipe without them: to a few numbers for each token."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     torch.compiler.reset()  # torch compiles a function for a few models only
     base = ("pure_bf16", "flash_attention")
-    plain = (*base, *(name for name in techniques if "fp8" not in name))
+    plain = (*base, *(name for name in techniques if "fp8" not in name and name != "int8_matmul"))
     one, other = recipe_of(model, *base, *techniques), recipe_of(model, *plain)
     found = kept_by_forward(one) - kept_by_forward(other)
     spec, without = spec_of(one, "cpu"), spec_of(other, "cpu")

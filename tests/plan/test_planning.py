@@ -29,6 +29,7 @@ from rush.plan.layout_search import HOST_DOUBT
 from rush.plan.memory import GAP, memory_of
 from rush.plan.planning import fill_devices, unmet
 from rush.plan.spec import check_divides, with_batch
+from rush.plan.target import MEASURED
 from rush.recipe_io import changed, load_recipe
 from rush.report.plan import plan_page
 

@@ -52,7 +52,7 @@ SIXTEEN_BITS = {
     "pure_bf16": "bfloat16",
 }
 # Weights and activations stay fp32; factors are rounded on their way into a product.
-FACTORS = {"fp16_matmul": "float16", "fp8": "float8"}
+FACTORS = {"fp16_matmul": "float16", "fp8": "float8", "int8_matmul": "int8"}
 KNOBS = {
     "chunked_loss": "{name='chunked_loss', chunk_tokens=64}",
     "compile": "{name='compile', scope='block'}",
@@ -202,6 +202,15 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of("{name='fp8', scope='head', mlp='kernel'}", "fused_loss"))
         own.append(recipe_of("{name='fp8', scope='blocks_and_head'}", overrides=["layout.tp=2"]))
         own.append(recipe_of("{name='fp8', scope='head', fast='all'}", "fused_loss"))
+    if name == "int8_matmul":
+        own.append(recipe_of(name, overrides=["model.shape.intermediate=100"]))
+        long = [
+            "batch.micro=1",
+            "batch.sequence=133145",
+            "batch.total_tokens=133145",
+            "model.shape.context=200000",
+        ]
+        own.append(recipe_of(name, overrides=long))
     if name == "torchao_float8":
         own.append(recipe_of(name, overrides=["model.shape.intermediate=100"]))
         own.append(recipe_of(name, overrides=["objective.kind=sft"]))

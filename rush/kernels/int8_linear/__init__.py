@@ -96,7 +96,7 @@ class _Int8Linear(torch.autograd.Function):
     def backward(ctx: Any, dout_mn: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_mk, weight_nk = ctx.saved_tensors
         seed = torch.randint(2**31 - 1, (), dtype=torch.int32, device=dout_mn.device)
-        by_row, by_column = noises(random_bits(*dout_mn.shape, seed))
+        by_row, by_column = noises(random_bits(dout_mn.shape[0], dout_mn.shape[1], seed))
         dx = dweight = None
         if ctx.needs_input_grad[0]:
             dx = scaled_mm(quantize(dout_mn, by_row), columns(weight_nk), x_mk.dtype)

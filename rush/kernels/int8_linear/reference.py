@@ -94,6 +94,6 @@ def int8_linear_gradients(
     dout_mn: Tensor, x_mk: Tensor, weight_nk: Tensor, seed: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and weight, dout rounded stochastically."""
-    by_row, by_column = noises(random_bits(*dout_mn.shape, seed))
+    by_row, by_column = noises(random_bits(dout_mn.shape[0], dout_mn.shape[1], seed))
     dx = scaled_mm(quantize(dout_mn, by_row), columns(weight_nk), dtype)
     return dx, scaled_mm(columns(dout_mn, by_column), columns(x_mk), dtype)

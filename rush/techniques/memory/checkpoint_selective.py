@@ -26,6 +26,7 @@ _MATMULS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_mm.default,
+    torch.ops.aten._int_mm.default,  # int32, so twice the bytes of a 16-bit output
     *ADAPTED,  # one operator for layers with one input and their adapters
 )
 # Not plain attention's batched matmuls: their scores must not be saved.

@@ -1,0 +1,147 @@
+"""int8 matmuls in the linear layers, forward and both gradients, for GPUs without fp8.
+
+int8 tensor cores multiply at twice the bf16 rate on an A100, and at four times on GeForce cards, whose 16-bit
+rate with fp32 accumulation is halved. Every GPU since Ampere has them. int8 has no exponent, so every row of an
+operand has its own scale, amax / 127, along the outer dims of the matmul: then the scales factor out of the sum,
+which int32 holds exactly. Inputs and weights are rounded to nearest, within half a step. Gradients have a few large
+values among thousands of small ones, which would all become zero: they are rounded stochastically, right on
+average. Weights and optimizer state are unchanged, and so is the LM head, whose gradients are of that kind most
+of all. It wins for wide layers and many tokens, and only with `compile`, which fuses casts and scaling; eager it
+is slower than bf16. Where a GPU has fp8 at the same rate (Hopper), `fp8` has cheaper casts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import rush.techniques.api.contract as api
+from rush.hardware import Machine
+from rush.kernels.int8_linear import ALIGNMENT, CAPABILITY, LEAST, LONGEST, int8_linear
+from rush.recipe import Recipe
+from rush.techniques.precision.cast_linear import CastLinear, block_widths, cast_blocks
+
+MATMUL = "aten::_int_mm"
+
+
+@dataclass(frozen=True)
+class Int8Layers:
+    """The layers with int8 matmuls."""
+
+    layers: tuple[CastLinear, ...]
+
+
+def apply(build: api.Build, knobs: api.Knobs) -> None:
+    # A batch may have any number of tokens, a matmul on a GPU at least LEAST.
+    build.facts.note(Int8Layers(tuple(cast_blocks(build.model, int8_linear, LEAST))))
+    # MFU is relative to the int8 peak, although LM head and attention stay at 16 bits.
+    build.facts.rate_dtype = build.facts.operand_dtype = "int8"
+
+
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
+    """`aten::_int_mm` ran three times per layer of the blocks and micro batch; the shapes show forward, input gradient and
+    weight gradient of every role (at least the forward one where weights are frozen; only the count where layers are joined
+    or sharded)."""
+    noted = seen.facts.noted(Int8Layers)
+    layers = noted.layers if noted is not None else ()
+    frozen = seen.facts.adapters is not None
+    wanted = (1 if frozen else 3) * (len(layers) - seen.facts.matmuls_saved) * max(1, seen.micro_batches)
+    made = seen.matmuls_by_op.get(MATMUL, 0.0)
+    absent = [] if seen.facts.matmuls_saved or seen.facts.tp else _absent(seen, layers, frozen)
+    return api.Proof(
+        0 < wanted <= made and not absent,
+        f"{made:.0f} matmuls per step by `{MATMUL}`, where {len(layers)} layers need {wanted}"
+        + (f"; not seen: {', '.join(absent)}" if absent else ""),
+    )
+
+
+def _absent(seen: api.Observation, layers: tuple[CastLinear, ...], frozen: bool) -> list[str]:
+    """Passes of which no matmul was seen: its outer and inner dims are those of the weight, the others tokens."""
+    shapes = [(*call.shapes[0], call.shapes[1][1]) for call in seen.calls.get(MATMUL, {})]
+    by_width = {(inner, columns) for _, inner, columns in shapes}
+    gradients = {(rows, columns) for rows, _, columns in shapes}
+    missing = []
+    for outputs, inputs in sorted({(layer.out_features, layer.in_features) for layer in layers}):
+        passes = {"output": (inputs, outputs) in by_width}
+        if not frozen:
+            passes["input gradient"] = (outputs, inputs) in by_width
+            passes["weight gradient"] = (outputs, inputs) in gradients
+        missing += [f"the {name} of {outputs} × {inputs}" for name, found in passes.items() if not found]
+    return missing
+
+
+def _has_units(machine: Machine, recipe: Recipe) -> bool:
+    if machine.device == "cpu":
+        return True
+    return machine.hip is None and machine.capability is not None and machine.capability >= CAPABILITY
+
+
+def _widths_fit(machine: Machine, recipe: Recipe) -> bool:
+    fit = all(size % ALIGNMENT == 0 and size >= LEAST for size in block_widths(recipe))
+    return machine.device == "cpu" or fit
+
+
+def _sums_fit(machine: Machine, recipe: Recipe) -> bool:
+    rows = recipe.batch.micro if isinstance(recipe.batch.micro, int) else 1
+    pairs = 2 if recipe.objective.kind == "dpo" else 1
+    return pairs * rows * recipe.batch.sequence // recipe.layout.cp <= LONGEST
+
+
+technique = api.Technique(
+    name="int8_matmul",
+    alternative=api.Alternative.EIGHT_BIT,
+    relative_error=2**-5,
+    stage=api.Stage.MODEL,
+    apply=apply,
+    requires=(
+        api.Requirement(
+            "it needs an NVIDIA GPU of compute capability 8.0 (Ampere) or above, or a CPU, to check with",
+            _has_units,
+        ),
+        api.half_precision,
+        api.Requirement(
+            f"on a GPU it needs every width of the linear layers to be a multiple of {ALIGNMENT} and at least {LEAST}, also "
+            "after sharding (layout.tp shards widths)",
+            _widths_fit,
+        ),
+        api.Requirement(
+            f"a weight gradient sums the tokens of a micro batch in int32, which surely holds {LONGEST:,}; lower batch.micro",
+            _sums_fit,
+        ),
+    ),
+    conflicts=("fp16_matmul", "fp8", "int8_base", "qlora"),
+    reasons={
+        "fp8": "both replace the matmuls of the linear layers; fp8 has cheaper casts where a GPU has fp8 at the same rate",
+        "fp16_matmul": "both replace the matmuls of the linear layers",
+        "int8_base": "its linear layers hold quantized weights, which they dequantize themselves; use lora",
+        "qlora": "its linear layers hold quantized weights, which they dequantize themselves; use lora",
+    },
+    claim=api.Claim(
+        "tokens_per_s",
+        0.70,
+        regime="a Llama 2 of 1B parameters, 32 × 2,048 tokens a step, on one RTX 4090, over bf16: about 17k and 29k tokens/s. By a "
+        "Triton matmul, and gradients rounded to nearest",
+        source="torchao, torchao/prototype/quantized_training/README.md",
+    ),
+    parity=api.Parity.STATISTICAL,
+    evidence=evidence,
+    memory=(
+        api.MemoryEffect("inputs.cast", 1.0, "other casts, from the 16-bit values", size=2.0),
+        api.MemoryEffect("casts", 0.0, "recomputed"),
+        api.MemoryEffect("matmul.sums", 1.0, "int32 results", size=4.0),
+    ),
+    work=(
+        api.WorkEffect("blocks.dtype", "int8"),
+        api.WorkEffect(
+            "blocks.casts",
+            16.0,
+            "amax and cast by rows (3 bytes) and by columns (5), and reading, scaling and writing an int32 result (8); counted, "
+            "not measured. Eager it is several times that",
+        ),
+        api.WorkEffect(
+            "launches.extra",
+            75.0,
+            "Llama's 7 weights, 4 inputs and 7 gradients: a launch for each cast by rows, two by columns, one for each of 21 "
+            "results; counted, not measured",
+        ),
+    ),
+)

@@ -1,0 +1,67 @@
+"""int8 matmuls in plans: rates by datasheet, time and memory, and the search on GPUs without fp8."""
+
+from __future__ import annotations
+
+import pytest
+
+from rush.plan.effects import WORK
+from rush.plan.layout_search import search
+from rush.plan.memory import _working
+from rush.plan.planning import plan, unmet
+from rush.plan.spec import Spec, matmul_dtypes_of, spec_of
+from rush.plan.target import DERATING, target_of
+from rush.recipe_io import load_recipe
+
+INT8 = "techniques+=int8_matmul"
+# int8 over 16 bits, by datasheet
+RATIOS = {"a100-80-sxm": 2, "l40s": 2, "4090": 4, "5090": 4}
+
+
+def spec(*overrides: str, name: str = "llama-3.1-8b-fast") -> Spec:
+    return spec_of(load_recipe(name, [*overrides, "batch.micro=2", "batch.total_tokens=65536"]))
+
+
+@pytest.mark.parametrize("machine", RATIOS)
+def test_int8_takes_less_time_than_bf16_where_its_units_are_faster_but_not_by_the_ratio_of_the_units(
+    machine: str,
+) -> None:
+    target = target_of(machine)
+    assert target.peaks["int8"] == pytest.approx(RATIOS[machine] * target.peaks["bfloat16"], rel=0.02)
+    assert target.matmul["int8"] == DERATING["int8"] * target.peaks["int8"]
+    ours, plain = plan(spec(INT8), target), plan(spec(), target)
+    gain = ours.tokens_per_s / plain.tokens_per_s
+    assert 1.1 < gain < RATIOS[machine]
+    assert ours.time.parts["elementwise"] > plain.time.parts["elementwise"], "casts cost time"
+    assert ours.time.parts["matmul"] < plain.time.parts["matmul"]
+
+
+def test_an_h200_whose_int8_rate_was_not_measured_takes_it_from_the_datasheet_and_says_so() -> None:
+    target = target_of("h200-sxm")
+    assert target.matmul["int8"] == DERATING["int8"] * target.peaks["int8"]
+    assert "int8 from the datasheet, derated" in target.sources[0]
+
+
+def test_the_blocks_are_in_int8_and_the_lm_head_in_16_bits() -> None:
+    assert matmul_dtypes_of(spec(INT8)) == ("int8", "bfloat16")
+    assert {"blocks.dtype", "blocks.casts"} <= WORK.keys()
+
+
+def test_int32_results_take_memory_beside_the_wide_gradients() -> None:
+    assert _working(spec(INT8)) - _working(spec()) == 4 * spec().shape.intermediate
+
+
+def test_a_search_finds_it_on_an_a100_and_fp8_does_not_run_there() -> None:
+    target = target_of("a100-80-sxm")
+    found = search(load_recipe("llama-3.2-1b-fast"), target)
+    assert found.best[0].spec.uses("int8_matmul")
+    assert not any(one.spec.uses("fp8") for one in found.best)
+    assert any(" with int8_matmul: " in line for line in found.lost)
+
+
+def test_a_plan_for_an_older_gpu_names_what_is_missing() -> None:
+    recipe = load_recipe("llama-3.2-1b-fast", [INT8])
+    assert any(
+        one.startswith("int8_matmul: it needs an NVIDIA GPU of compute capability 8.0")
+        for one in unmet(recipe, target_of("t4"))
+    )
+    assert not any(one.startswith("int8_matmul") for one in unmet(recipe, target_of("a100-80-sxm")))
