@@ -101,7 +101,7 @@ def test_its_evidence_fails_without_the_library_or_where_one_width_was_not_in_fp
     assert not holds(replace(ours.seen, calls={**ours.seen.calls, torchao_float8.MATMUL: others}))
 
 
-@pytest.mark.parametrize("other", ["fp8", "fused_projections", "lora"])
+@pytest.mark.parametrize("other", ["fp8", "fused_projections", "int8_matmul", "lora"])
 def test_what_goes_past_the_librarys_layers_is_refused(other: str) -> None:
     with pytest.raises(RecipeError, match="cannot be combined"):
         check(recipe_of("torchao_float8", "amp_bf16", "compile", other), HOPPER)

@@ -24,11 +24,11 @@ from rush.hardware import Machine
 from rush.libraries import load_library
 from rush.recipe import Recipe
 from rush.techniques.api.evidence import read_back
+from rush.techniques.precision.cast_linear import ALIGNMENT, block_widths
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 MATMUL = "aten::_scaled_mm"
-ALIGNMENT = 16
-OURS = "both replace the matmuls of the linear layers"
+REPLACED = "both replace the matmuls of the linear layers"
 QUANTIZED = "quantized weights need linear layers of their own; use fp8 with lora"
 BYPASSED = "fused kernels multiply by the weights, past torchao's layers; use fp8"
 
@@ -86,9 +86,7 @@ def _is_compiled(recipe: Recipe) -> bool:
 
 
 def _widths_fit(machine: Machine, recipe: Recipe) -> bool:
-    shape = recipe.shape()
-    heads = (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim)
-    sizes = (shape.hidden, *heads, shape.intermediate, recipe.batch.sequence // recipe.layout.cp)
+    sizes = (*block_widths(recipe), recipe.batch.sequence // recipe.layout.cp)
     return all(size % ALIGNMENT == 0 for size in sizes)
 
 
@@ -134,16 +132,18 @@ technique = api.Technique(
         "fused_bias",
         "fused_projections",
         "int8_base",
+        "int8_matmul",
         "lora",
         "qlora",
         "tp",
     ),
     reasons={
-        "fp16_matmul": OURS,
-        "fp8": OURS,
+        "fp16_matmul": REPLACED,
+        "fp8": REPLACED,
         "fused_bias": BYPASSED,
         "fused_projections": BYPASSED,
         "int8_base": QUANTIZED,
+        "int8_matmul": REPLACED,
         "lora": "torchao's layers compute gradients of frozen weights, too; use fp8",
         "qlora": QUANTIZED,
         "tp": "torchao's layers are sharded by styles of its own, which rush does not use; use fp8",
