@@ -1,4 +1,4 @@
-"""`rush compare`: runs or ladders side by side."""
+"""`rush compare`: runs and races, or ladders, side by side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rush.cli.options import Json
-from rush.cli.output import NAME, echo, folded, print_json, print_table
+from rush.cli.output import NAME, echo, folded, print_json, print_table, say
 from rush.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -20,34 +20,39 @@ LONGEST_VALUE = 30
 
 def compare(
     folders: Annotated[
-        list[Path], typer.Argument(help="Two or more run folders, or two or more ladder folders.")
+        list[Path],
+        typer.Argument(help="Folders of runs and races (a race alone is enough), or of two or more ladders."),
     ],
     out: Annotated[Path | None, typer.Option(help="Also write the comparison as an HTML page.")] = None,
     json: Json = False,
 ) -> None:
-    """Compare runs (tokens and time to the same loss, recipes), or ladders rung by rung.
+    """Compare runs and the recipes of races (tokens and time to the same loss, differences), or ladders rung by rung.
 
     Runs are held against a loss that all of them reached: the worst final validation loss, or without validations the worst
-    smoothed training loss.
+    smoothed training loss. Recipes of a race have gross and net with it, against the first one of their race.
 
     Examples:
 
       rush compare runs/plain runs/fast --out comparison.html
 
+      rush compare runs/race-tiny runs/race-muon runs/plain --out comparison.html
+
       rush compare results/h200 results/a100 --out comparison.html
     """
     from rush.report.redraw import known_kind
 
-    if len(folders) < 2:
-        raise RecipeError("a comparison needs at least two folders: of runs, or of ladders.")
     kinds = {str(folder): known_kind(folder) for folder in folders}
-    if set(kinds.values()) == {"run"}:
+    if len(folders) < 2 and set(kinds.values()) != {"race"}:
+        raise RecipeError(
+            "a comparison needs a race, or at least two folders: of runs and races, or of ladders."
+        )
+    if set(kinds.values()) <= {"run", "race"}:
         _runs(folders, out, json)
     elif set(kinds.values()) == {"ladder"}:
         _ladders(folders, out, json)
     else:
         found = ", ".join(f"{folder} ({kind})" for folder, kind in kinds.items())
-        raise RecipeError(f"a comparison takes runs, or ladders, and not both: found {found}. Name folders of one of these kinds.")  # fmt: skip
+        raise RecipeError(f"a comparison takes runs and races, or ladders, and not both: found {found}. Name folders of one of these kinds.")  # fmt: skip
 
 
 def _runs(folders: list[Path], out: Path | None, json: bool) -> None:
@@ -60,9 +65,34 @@ def _runs(folders: list[Path], out: Path | None, json: bool) -> None:
         print_json(found.as_json())
         return
     columns = ["run", "step", "loss", "val", "tok/s", "tokens to", "time to", "ratio"]
-    print_table(columns, [_run_row(one, found.runs[0]) for one in found.runs])
+    rows = [_run_row(one, found.runs[0]) for one in found.runs]
+    if found.races:
+        for one in found.runs:
+            echo(f"{one.letter} {one.run.name}")
+        columns, rows = _with_races(columns, rows, found)
+    print_table(columns, rows)
     for line in _run_words(found):
-        echo(line)
+        say(line)
+
+
+def _with_races(
+    columns: list[str], rows: list[list[str]], found: RunComparison
+) -> tuple[list[str], list[list[str]]]:
+    """The table with gross, net and verdict of contenders; a ratio only where there are several folders."""
+    kept = [
+        name for name in columns if name not in ("step", "loss") and (name != "ratio" or found.sources > 1)
+    ]
+    places = [columns.index(name) for name in kept]
+    wide = [
+        [
+            one.letter,
+            *(row[place] for place in places[1:]),
+            *(one.of_race(key) for key in ("gross", "net")),
+            one.verdict,
+        ]
+        for one, row in zip(found.runs, rows, strict=True)
+    ]
+    return [*kept, "gross", "net", "verdict"], wide
 
 
 def _run_row(one: ComparedRun, first: ComparedRun) -> list[str]:
@@ -89,9 +119,12 @@ def _run_words(found: RunComparison) -> list[str]:
     lines = []
     if found.target is not None:
         lines.append(f'"to": until a {found.what} of {found.target:.4f}, which all of them reached.')
-        lines.append(
-            f"ratio: the time of {found.runs[0].letter} over that of the run; time is the sum of step times."
-        )
+        if found.sources > 1:
+            lines.append(
+                f"ratio: the time of {found.runs[0].letter} over that of the run; time is the sum of step times."
+            )
+    if found.races:
+        lines.append("gross, net: tokens per second, and time to the same loss, within a race.")
     lines += found.notes
     if not found.differences:
         return [*lines, f"Differences of the recipes: {found.without_differences}"]

@@ -12,7 +12,7 @@ import typer
 from rush.cli.ladder import resumable
 from rush.cli.ladder_table import minutes
 from rush.cli.options import ExtraTechniques, Json, complete_recipe
-from rush.cli.output import NAME, folded, next_step, note, print_json, print_table, say
+from rush.cli.output import echo, next_step, note, print_json, print_table, say
 from rush.cli.ranks import refuse_nested
 
 if TYPE_CHECKING:
@@ -117,6 +117,8 @@ def race(
 def _say(record: RaceRecord, folder: Path) -> None:
     from rush.report.race_words import headline, warnings
 
+    for one in record["contenders"]:
+        echo(f"{one['letter']} {one['name']}")
     print_table(*race_table(record))
     say(headline(record))
     for warning in warnings(record):
@@ -125,7 +127,7 @@ def _say(record: RaceRecord, folder: Path) -> None:
 
 
 def race_table(record: RaceRecord) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: every contender with its speed, its last loss, and what it needed to the last common loss."""
+    """Columns and rows, by letter: every contender with its speed, its last loss, and what it needed to the last common loss."""
     from rush.records.race_curves import mean_curve, raced
     from rush.report import formatting
     from rush.report.race_words import more_words, quotient_words, rate_of, verdict_of
@@ -138,7 +140,7 @@ def race_table(record: RaceRecord) -> tuple[list[str], list[list[str]]]:
         curve = mean_curve(list(raced(record, letter).values()))
         rows.append(
             [
-                folded(f"{letter} {one['name']}", NAME),
+                letter,
                 formatting.si(rate_of(record, letter)),
                 f"{curve[-1].loss:.4f}" if curve else "-",
                 formatting.si(depth["tokens"].get(letter)) if depth else "-",

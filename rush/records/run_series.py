@@ -143,11 +143,17 @@ class RunSeries:
             row = parse_json(line)
         except ValueError:
             row = None
-        step = row.get("step") if isinstance(row, dict) else None
+        if isinstance(row, dict):
+            self.put(row)
+        else:
+            self._num_broken += 1
+
+    def put(self, row: Mapping[str, Any]) -> None:
+        """Take a row that stands in no file."""
+        step = row.get("step")
         if not isinstance(step, int) or isinstance(step, bool) or abs(step) > 2**53:
             self._num_broken += 1
             return
-        assert isinstance(row, dict)
         self.num_rows += 1
         self.last = row
         self.num_skipped += row.get("skipped") is True

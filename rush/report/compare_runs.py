@@ -1,4 +1,5 @@
-"""Several runs side by side: curves on top of each other, tokens and time to the same loss, and how their recipes differ.
+"""Several runs side by side: curves on top of each other, tokens and time to the same loss, and how their recipes differ. The
+contenders of races are compared as runs are, with gross and net from their race.
 
 The loss they are held against is one that all of them reached: the worst of the final validation losses, or where a run was
 never validated, of the final training losses, smoothed. Runs on other data, or with another objective, have losses that say
@@ -15,14 +16,19 @@ from typing import Any
 from rush.errors import RecipeError
 from rush.files import write_atomic
 from rush.records.run_series import RunSeries, smoothed
+from rush.records.run_status import kind_of
 from rush.report import formatting, headlines
 from rush.report.compare import letter_of, series_of
+from rush.report.compare_races import RacedRecipe, raced_recipes
 from rush.report.page import render
 from rush.report.panel_svg import pictures
+from rush.report.race_words import quotient_words
 from rush.report.run_charts import FIGURES, axes, figure_overlay, overlay, validation_overlay
 from rush.report.run_page import TONES, small
 from rush.report.run_view import RunView, flat, headline, read_run, same
 
+VALIDATED = ("batch.sequence", "run.validate_sequences")
+"""Keys on which the held-out text depends, too."""
 Place = tuple[int, float, float]
 """Step, tokens, seconds."""
 
@@ -35,12 +41,15 @@ class ComparedRun:
     series: int
     run: RunView
     reached: Place | None
+    against: str = ""
+    """The letter of the contender of its race that its gross and net are against."""
 
     @property
     def row(self) -> dict[str, Any]:
         """The run in numbers, as `--json` prints it."""
         series, final = self.run.series, self.run.series.final_loss()
         step, tokens, seconds = self.reached or (None, None, None)
+        raced = {"race": self.run.in_race()} if isinstance(self.run, RacedRecipe) else {}
         return {
             "folder": str(self.run.folder),
             "status": self.run.status,
@@ -52,7 +61,17 @@ class ComparedRun:
             "seconds": series.seconds,
             "tokens_per_s": series.tokens / series.seconds if series.seconds else None,
             "to_same_loss": {"step": step, "tokens": tokens, "seconds": seconds},
+            **raced,
         }
+
+    def of_race(self, key: str) -> str:
+        """Its gross or net against another contender of its race; empty where it was not raced against one."""
+        finding = self.run.finding if isinstance(self.run, RacedRecipe) else None
+        return f"{quotient_words(finding[key])} of {self.against}" if finding and finding.get(key) else ""
+
+    @property
+    def verdict(self) -> str:
+        return self.run.verdict if isinstance(self.run, RacedRecipe) else ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +84,16 @@ class RunComparison:
     runs: tuple[ComparedRun, ...]
     differences: tuple[tuple[str, tuple[str, ...]], ...]
     """Keys of the recipes that differ, with every run's value."""
+
+    @property
+    def races(self) -> bool:
+        """Whether contenders of a race are among them."""
+        return any(isinstance(one.run, RacedRecipe) for one in self.runs)
+
+    @property
+    def sources(self) -> int:
+        """How many folders they come from."""
+        return len({one.run.folder.resolve() for one in self.runs})
 
     @property
     def what(self) -> str:
@@ -81,12 +110,28 @@ class RunComparison:
     @property
     def notes(self) -> list[str]:
         """What makes the losses of these runs hard to compare."""
-        keys = {key for key, _ in self.differences}
-        alike = ("data.source", "data.files", "data.tokenizer", "data.validation", "objective.kind")
-        other = [key for key in alike if key in keys]
-        if not other:
-            return []
-        return [f"The runs differ in {', '.join(other)}: their losses may not be losses of the same thing."]
+        keys, found = {key for key, _ in self.differences}, []
+        alike = (
+            "data.source",
+            "data.files",
+            "data.tokenizer",
+            "data.validation",
+            "objective.kind",
+            *(VALIDATED * self.validated),
+        )
+        if other := [key for key in alike if key in keys]:
+            found.append(
+                f"The runs differ in {', '.join(other)}: their losses may not be losses of the same thing."
+            )
+        if self.races and len({headlines.machine_name(one.run.machine) for one in self.runs}) > 1:
+            found.append(
+                "They ran on different machines: times say as much about the machines as about the recipes."
+            )
+        if self.races and self.sources > 1:
+            found.append(
+                "Only contenders of one race took turns: gross and net are of one race, and a ratio across folders has no interval."
+            )
+        return found
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -102,18 +147,37 @@ class RunComparison:
 
 
 def compare_runs(folders: Sequence[Path]) -> RunComparison:
-    """Read two or more runs and hold them against the same loss."""
-    if len(folders) < 2:
-        raise RecipeError(f"A comparison needs at least two runs; {len(folders)} given. Name another folder.")
-    runs = [read_run(folder) for folder in folders]
+    """Read runs and races, and hold all runs and contenders against the same loss."""
+    runs = [
+        run
+        for folder in folders
+        for run in (raced_recipes(folder) if kind_of(folder) == "race" else [read_run(folder)])
+    ]
+    if len(runs) < 2:
+        raise RecipeError(
+            f"A comparison needs at least two runs, or contenders that made a step; {len(runs)} given. Name another folder."
+        )
     validated = all(run.series.validations for run in runs)
     finals = [_falling(run.series, validated)[-1:] for run in runs]
     target = max((one[0][1] for one in finals if one), default=None) if all(finals) else None
+    letters = {
+        (run.folder, run.contender): letter_of(at)
+        for at, run in enumerate(runs)
+        if isinstance(run, RacedRecipe)
+    }
     return RunComparison(
         target,
         validated,
         tuple(
-            ComparedRun(letter_of(at), series_of(at), run, _reached(run.series, validated, target))
+            ComparedRun(
+                letter_of(at),
+                series_of(at),
+                run,
+                _reached(run.series, validated, target),
+                letters.get((run.folder, run.finding["against"]), "")
+                if isinstance(run, RacedRecipe) and run.finding
+                else "",
+            )
             for at, run in enumerate(runs)
         ),
         recipe_differences(runs),
@@ -154,7 +218,7 @@ def run_comparison_page(found: RunComparison) -> str:
     kinds = axes([one.run.series for one in found.runs])
     return render(
         "run_comparison.html",
-        title="Runs side by side",
+        title="Recipes side by side" if found.races else "Runs side by side",
         found=found,
         headline=headline,
         machine_name=headlines.machine_name,

@@ -53,14 +53,6 @@ def race_winner(
         tokens,
         techniques=[str(file) for file in techniques],
     )
-    note(
-        f"Racing the winner with the unchanged recipe: {len(plan.seeds)} seeds of {plan.tokens:,} tokens each."
-    )
-    winner["net"] = race_pair(
-        plan,
-        folder / RACE,
-        watch=lambda progress: note(progress.ended) if progress.ended else None,
-        note=lambda text: None,
-    )
+    winner["net"] = race_pair(plan, folder / RACE, note=note)
     write_tune(folder / "tune.json", record)
     return record

@@ -93,7 +93,7 @@ def test_mixed_kinds_are_one_sentence(
     made_up.write(tmp_path / "ladder", made_up.made_up_ladder())
     assert run_command("compare", str(runs[0]), str(tmp_path / "ladder")) == 2
     said = capsys.readouterr().err
-    assert "takes runs, or ladders, and not both" in said
+    assert "takes runs and races, or ladders, and not both" in said
     assert "(ladder)" in said
     with pytest.raises(RecipeError, match="at least two"):
         compare_runs(runs[:1])

@@ -14,7 +14,7 @@ from pathlib import Path
 from rush.errors import DataError, RecipeError
 from rush.lab.race.contenders import Contender
 from rush.lab.race.race_plan import RacePlan, plan_race
-from rush.lab.race.racing import Watch, race
+from rush.lab.race.racing import race
 from rush.recipe import Knob, Recipe
 from rush.recipe_io import parse
 from rush.records.ladder import LadderRecord, RungRecord
@@ -42,11 +42,13 @@ def pair_plan(
     return plan_race(contenders, tokens=tokens, seeds=seeds, name=second[0], techniques=techniques)
 
 
-def race_pair(
-    plan: RacePlan, folder: Path, *, watch: Watch = lambda progress: None, note: Callable[[str], None]
-) -> NetRecord | None:
-    """Race two recipes, or resume their race; the second one's net. None where they could not be compared."""
-    record = race(plan, folder, watch=watch, note=note)
+def race_pair(plan: RacePlan, folder: Path, *, note: Callable[[str], None]) -> NetRecord | None:
+    """Race two recipes, or resume their race, with a note of every leg; the second one's net. None where they could not be compared."""
+    first, second = (one.name for one in plan.contenders)
+    note(
+        f"Racing {second} with {first}: {len(plan.seeds)} seeds of {plan.tokens:,} tokens each, in {folder}."
+    )
+    record = race(plan, folder, watch=lambda progress: note(progress.ended) if progress.ended else None)
     write_race_report(folder, folder / "report.html")
     return net_of(record, folder)
 
@@ -81,7 +83,6 @@ def race_rungs(
     tokens: int | None,
     *,
     techniques: Sequence[str] = (),
-    watch: Watch = lambda progress: None,
     note: Callable[[str], None],
 ) -> LadderRecord:
     """The ladder's record with the net of every STATISTICAL rung against the rung that its gain is over: raced now over `tokens`, or
@@ -96,7 +97,7 @@ def race_rungs(
         if tokens is not None:
             both = [(one["name"], parse(tomllib.loads(one["recipe"]))) for one in (over, rung)]
             plan = pair_plan(both[0], both[1], tokens, techniques=techniques)
-            net = race_pair(plan, place, watch=watch, note=note)
+            net = race_pair(plan, place, note=note)
         else:
             net = _known(place, [over, rung])
         if net is not None:
