@@ -108,11 +108,12 @@ technique = api.Technique(
             _sums_fit,
         ),
     ),
-    conflicts=("fp16_matmul", "fp8", "int8_base", "qlora"),
+    conflicts=("fp16_matmul", "fp8", "int8_base", "qlora", "torchao_float8"),
     reasons={
         "fp8": "both replace the matmuls of the linear layers; fp8 has cheaper casts where a GPU has fp8 at the same rate",
         "fp16_matmul": "both replace the matmuls of the linear layers",
         "int8_base": "its linear layers hold quantized weights, which they dequantize themselves; use lora",
+        "torchao_float8": "both replace the matmuls of the linear layers",
         "qlora": "its linear layers hold quantized weights, which they dequantize themselves; use lora",
     },
     claim=api.Claim(
@@ -140,8 +141,8 @@ technique = api.Technique(
         api.WorkEffect(
             "launches.extra",
             75.0,
-            "Llama's 7 weights, 4 inputs and 7 gradients: a launch for each cast by rows, two by columns, one for each of 21 "
-            "results; counted, not measured",
+            "compiled: Llama's 7 weights, 4 inputs and 7 gradients, a launch for each cast by rows, two by columns, one for each "
+            "of 21 results; counted, not measured. Eager a layer calls 135 operators",
         ),
     ),
 )
