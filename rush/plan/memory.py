@@ -202,10 +202,11 @@ def _copies(spec: Spec) -> tuple[int, int]:
 
 
 def _casts(spec: Spec) -> float:
-    """Bytes per token of inputs that fp8 layers save: all, or, compiled, what cannot be recomputed."""
+    """Bytes per token of inputs that layers with 8-bit matmuls save: all, or, compiled, what cannot be recomputed."""
     shape, effects, tp = spec.shape, spec.effects, spec.size("tp")
-    each, whole = effects.size("inputs.cast", 1), effects.factor("mlp.whole")
-    compiled = spec.work.number("stream.fused")
+    compiled, whole = spec.work.number("stream.fused"), effects.factor("mlp.whole")
+    # A compiler saves the 8-bit cast also where an eager layer casts again from the 16-bit input.
+    each = 1 if compiled else effects.size("inputs.cast", 1)
     kept = not compiled or effects.factor("inputs.opaque")
     # Eager, every layer after a norm has its own cast; in 16 bits it is the norm's output itself.
     apart = not shape.joined_qkv and not compiled and each == 1 and effects.factor("norm.copies")

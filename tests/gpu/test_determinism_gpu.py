@@ -31,6 +31,8 @@ FP8 = "{name='fp8', mlp='kernel', fast='all', scope='blocks_and_head'}"
             ("pure_bf16", "{name='cudnn_attention', heads='grouped'}", BLOCKS, "fused_loss", UPDATE),
         ),
         ("llama-tiny", ("pure_bf16", "flex_attention", BLOCKS, "chunked_loss", UPDATE)),
+        ("llama-tiny", ("pure_bf16", "flash_attention", BLOCKS, "int8_matmul")),
+        ("tiny", ("pure_bf16", "flash_attention", "compile", "int8_matmul")),
         pytest.param(
             "llama-tiny",
             ("pure_bf16", "cudnn_attention", BLOCKS, "fused_loss", UPDATE, FP8, "fused_projections"),
@@ -63,6 +65,21 @@ def test_recomputed_attention_leaves_the_generators_where_they_were() -> None:
     trace(run, 2)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.equal(torch.cuda.get_rng_state(), before[1])
+
+
+@pytest.mark.parametrize("techniques", [(), (BLOCKS,), ("compile",), ("cuda_graph",)], ids=str)
+def test_the_step_that_compiles_draws_as_many_random_numbers_as_any_other(
+    techniques: tuple[str, ...],
+) -> None:
+    """Else the gradients of a resumed run, which compiles once more, would be rounded by other numbers."""
+    torch.compiler.reset()
+    run = make_run("pure_bf16", "int8_matmul", *techniques, overrides=SIZE, machine=probe("cuda"))
+    states = []
+    for _ in range(4):
+        torch.cuda.manual_seed(1)
+        trace(run, 1)
+        states.append(torch.cuda.get_rng_state())
+    assert all(torch.equal(state, states[0]) for state in states[1:])
 
 
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 64), (2, 64), (2, 128)])

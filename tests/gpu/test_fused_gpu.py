@@ -1,4 +1,4 @@
-"""On a CUDA device: fused layers and fp8 matmuls take effect, eager and compiled, and the model still learns the same."""
+"""On a CUDA device: fused layers, fp8 and int8 matmuls take effect, eager and compiled, and the model still learns the same."""
 
 from __future__ import annotations
 
@@ -75,6 +75,28 @@ def test_fp8_matmuls(name: str, techniques: tuple[str, ...]) -> None:
     # Three matmuls of each linear layer of a block (GPT-2 has four of them, Llama seven), and the head's.
     layers = {"tiny": 4, "llama-tiny": 7}[name] * 2 * 3 + (3 if "vocab_pad" in techniques else 0)
     assert seen.ops["aten::_scaled_mm"] >= layers
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
+    reason="no int8 matmuls here",
+)
+@pytest.mark.parametrize(
+    ("name", "techniques"),
+    [
+        ("llama-tiny", ("bf16_master", BLOCKS)),
+        ("llama-tiny", ("bf16_master", BLOCKS, "fused_projections")),
+        ("llama-tiny", ("amp_fp16", "checkpoint_selective")),
+        ("tiny", ("amp_bf16", "compile")),
+        ("tiny", ("bf16_master", "cuda_graph")),
+    ],
+)
+def test_int8_matmuls(name: str, techniques: tuple[str, ...]) -> None:
+    seen = takes_effect_and_learns_the_same("int8_matmul", *techniques, name=name, dtype="bfloat16")
+    assert "int8" in seen.matmul_dtypes, sorted(seen.matmul_dtypes)
+    if "fused_projections" not in techniques:
+        layers = {"tiny": 4, "llama-tiny": 7}[name] * 2
+        assert seen.matmuls_by_op["aten::_int_mm"] >= 3 * layers
 
 
 @pytest.mark.skipif(

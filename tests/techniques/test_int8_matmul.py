@@ -126,6 +126,18 @@ def test_the_seed_of_the_run_gives_the_same_losses_and_another_one_others() -> N
     assert first.losses[1] != other.losses[1]
 
 
+@pytest.mark.slow
+def test_the_step_that_compiles_draws_as_many_random_numbers_as_any_other() -> None:
+    """Else the gradients of a resumed run, which compiles once more, would be rounded by other numbers."""
+    run = make_run(*COMPILED, overrides=SMALL)
+    states = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        trace(run, 1)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
 @pytest.mark.parametrize("tokens", [(3, 7), (1, 1), (2, 16)])
 def test_rows_of_any_length_are_multiplied_as_if_zeros_followed(tokens: tuple[int, int]) -> None:
     layer = next(

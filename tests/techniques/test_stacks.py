@@ -71,6 +71,7 @@ def test_a_techniques_own_file_names_it_and_nobody_else() -> None:
         ("grad_norm", "fused_update"),
         ("flash_attention", "triton_attention"),
         ("fp16_linear", "fp16_matmul"),
+        ("int8_linear", "int8_matmul"),
     ],
 )
 def test_a_kernel_names_the_technique_that_imports_it(kernel: str, technique: str) -> None:

@@ -39,7 +39,7 @@ def quantize(x: Tensor, noise: Tensor | None = None) -> Int8Tensor:
     inv_scale = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST) / LARGEST
     scaled = x.float() * inv_scale.reciprocal()
     whole = scaled.round() if noise is None else (scaled + noise).floor()
-    # Noise can lift amax itself to 128, which would wrap around.
+    # Rounded to fp32, amax with noise just below 1 is 128, which would wrap around.
     return Int8Tensor(whole.clamp(-LARGEST, LARGEST).to(torch.int8), inv_scale)
 
 
