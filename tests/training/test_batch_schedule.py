@@ -20,6 +20,8 @@ from rush.recipe import Recipe
 from rush.recipe_io import load_recipe, parse, read_tree, write_toml
 from rush.records.metrics import MetricsRow, read_rows
 from rush.records.run_folder import RunFolder
+from rush.techniques.host import cuda_graph
+from rush.techniques.parallel import pp
 from rush.training.epochs import with_steps
 from rush.training.fewer_ranks import fewer_ranks
 from rush.training.loop import train_recipe
@@ -98,6 +100,17 @@ def test_micro_batches_and_ranks_divide_every_step() -> None:
         "tiny", ["layout.ddp=3", "batch.total_tokens=12288", "batch.schedule=[{tokens=3072,until=0.1}]"]
     )
     assert fewer_ranks(three, 3, 1) == 1, "two ranks divide the last steps, not the first ones"
+
+
+def test_gradients_that_a_graph_writes_and_too_few_micro_batches_of_a_pipeline_are_refused() -> None:
+    with pytest.raises(RecipeError, match="gradients is 'written', but a step here is 8 micro batches"):
+        cuda_graph.check_sizes(recipe_of(GROWING), {"gradients": "written"})
+    four = recipe_of(GROWING, "layout.pp=4")
+    with pytest.raises(
+        RecipeError, match=r"a step has 2 micro batches, .* Set the tokens in batch.schedule to that"
+    ):
+        pp.check_sizes(four, {"schedule": "1f1b", "stages": 0})
+    pp.check_sizes(recipe_of(GROWING, "layout.pp=2"), {"schedule": "1f1b", "stages": 0})
 
 
 def test_ranks_share_the_samples_of_a_growing_step_in_the_order_of_one_rank() -> None:
