@@ -98,6 +98,8 @@ def launch_step(
     `stopping` reports to the other ranks that this one was asked to stop.
     """
     with run.in_step():
+        for hook in run.before_step:
+            hook(step)
         return _launch(run, step, lr, list(run.local_batches(batches)), stopping)
 
 

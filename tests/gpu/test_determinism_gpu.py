@@ -9,7 +9,8 @@ from torch import Tensor
 
 from rush.hardware import probe
 from rush.techniques.attention.cudnn_attention import CudnnCore
-from tests.techniques.tiny_runs import make_run, trace
+from rush.techniques.precision.int8_matmul import Int8Layers
+from tests.techniques.tiny_runs import make_loader, make_run, trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -68,18 +69,27 @@ def test_recomputed_attention_leaves_the_generators_where_they_were() -> None:
 
 
 @pytest.mark.parametrize("techniques", [(), (BLOCKS,), ("compile",), ("cuda_graph",)], ids=str)
-def test_the_step_that_compiles_draws_as_many_random_numbers_as_any_other(
+def test_a_compiled_or_captured_step_rounds_int8_gradients_by_the_seed_of_its_step(
     techniques: tuple[str, ...],
 ) -> None:
-    """Else the gradients of a resumed run, which compiles once more, would be rounded by other numbers."""
     torch.compiler.reset()
     run = make_run("pure_bf16", "int8_matmul", *techniques, overrides=SIZE, machine=probe("cuda"))
-    states = []
-    for _ in range(4):
-        torch.cuda.manual_seed(1)
-        trace(run, 1)
-        states.append(torch.cuda.get_rng_state())
-    assert all(torch.equal(state, states[0]) for state in states[1:])
+    noted = run.facts.noted(Int8Layers)
+    assert noted is not None
+    with make_loader(run) as loader:
+        batch = next(iter(loader.next_step())).to(run.device)
+    scale = torch.tensor(1.0, device="cuda")
+
+    def gradients(seed: int) -> list[Tensor]:
+        noted.seed.fill_(seed)
+        run.optimizer.zero_grad(set_to_none=True)
+        with run.in_step():
+            run.micro_pass(batch, scale)
+        return [p.grad.clone() for p in run.model.parameters() if p.grad is not None]
+
+    first = gradients(1)
+    assert not all(map(torch.equal, first, gradients(2)))
+    assert all(map(torch.equal, first, gradients(1)))
 
 
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 64), (2, 64), (2, 128)])

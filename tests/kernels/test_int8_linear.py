@@ -243,7 +243,7 @@ def test_it_compiles_without_a_graph_break_and_means_the_same(
         return [out.detach(), *torch.autograd.grad(out, (leaf, master), dout)]
 
     compiled = run(torch.compile(layer, fullgraph=True, backend=backend))
-    # Inductor has random numbers of its own: another stochastic rounding.
+    # Inductor draws another seed: another stochastic rounding.
     limits = (0.02, 0.1, 0.1) if device == "cuda" else (1e-6,) * 3
     for mine, eager, limit in zip(compiled, run(layer), limits, strict=True):
         assert error(mine, eager.double()) <= limit

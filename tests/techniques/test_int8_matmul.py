@@ -13,9 +13,9 @@ from rush.techniques import check, registry
 from rush.techniques.api.contract import Call, Observation
 from rush.techniques.api.evidence import prove
 from rush.techniques.precision.cast_linear import CastLinear
-from rush.techniques.precision.int8_matmul import MATMUL
+from rush.techniques.precision.int8_matmul import MATMUL, Int8Layers
 from tests.in_turn import in_turn
-from tests.techniques.tiny_runs import Trace, compare, make_run, recipe_of, trace
+from tests.techniques.tiny_runs import Trace, compare, make_loader, make_run, recipe_of, trace
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:mkldnn_matmul failed:UserWarning",
@@ -113,29 +113,47 @@ def test_weights_keep_their_names_and_values_and_stay_wide() -> None:
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
 
 
-def _trained(seed: int) -> Trace:
-    run = make_run("int8_matmul", overrides=SMALL)
-    torch.manual_seed(seed)
-    return trace(run, 2)
+def _trained(*more: str, steps: int = 2) -> tuple[Trace, int]:
+    run = make_run("int8_matmul", overrides=[*SMALL, *more])
+    found, noted = trace(run, steps), run.facts.noted(Int8Layers)
+    assert noted is not None
+    return found, int(noted.seed)
 
 
-def test_the_seed_of_the_run_gives_the_same_losses_and_another_one_others() -> None:
-    first, again, other = _trained(1), _trained(1), _trained(2)
-    assert first.losses == again.losses
-    assert first.losses[0] == other.losses[0], "nothing is random in the forward pass"
-    assert first.losses[1] != other.losses[1]
+def test_a_step_has_its_own_random_numbers_by_the_seed_of_the_run() -> None:
+    (first, seed), (again, same), (_, another) = _trained(), _trained(), _trained("run.seed=7")
+    assert (first.losses, seed) == (again.losses, same)
+    assert len({seed, another, _trained(steps=1)[1]}) == 3
 
 
-@pytest.mark.slow
-def test_the_step_that_compiles_draws_as_many_random_numbers_as_any_other() -> None:
-    """Else the gradients of a resumed run, which compiles once more, would be rounded by other numbers."""
-    run = make_run(*COMPILED, overrides=SMALL)
-    states = []
-    for _ in range(2):
-        torch.manual_seed(1)
-        trace(run, 1)
-        states.append(torch.get_rng_state())
-    assert torch.equal(*states)
+def test_random_numbers_do_not_depend_on_what_was_drawn_before() -> None:
+    """A resumed run compiles and captures once more, which may draw; its gradients must be rounded as the other's."""
+    torch.rand(1000)
+    moved = _trained()[0]
+    torch.manual_seed(99)
+    assert moved.losses == _trained()[0].losses
+
+
+@pytest.mark.parametrize(
+    "techniques", [COMPILED[:1], pytest.param(COMPILED, marks=pytest.mark.slow)], ids=str
+)
+def test_gradients_are_rounded_by_the_seed_of_the_step_also_compiled(techniques: tuple[str, ...]) -> None:
+    run = make_run(*techniques, overrides=SMALL)
+    noted = run.facts.noted(Int8Layers)
+    assert noted is not None
+    with make_loader(run) as loader:
+        batch = next(iter(loader.next_step()))
+    scale = torch.tensor(1.0)
+
+    def gradients(seed: int) -> list[torch.Tensor]:
+        noted.seed.fill_(seed)
+        run.optimizer.zero_grad()
+        run.micro_pass(batch, scale)
+        return [p.grad.clone() for p in run.model.parameters() if p.grad is not None]
+
+    one, other, again = gradients(1), gradients(2), gradients(1)
+    assert all(map(torch.equal, one, again))
+    assert not all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("tokens", [(3, 7), (1, 1), (2, 16)])

@@ -3,7 +3,7 @@
 int8 tensor cores run at twice the bf16 rate on an A100, at four times on GeForce cards. GPUs since Ampere have them, also
 those without fp8. The cost is precision, and the casts: every operand is scaled row by row and rounded, to nearest in the
 forward pass and for inputs and weights; the gradient of the output, whose small values would all become zero, is rounded
-stochastically. Its seed is drawn from torch's generator of the device, which a run seeds and a checkpoint holds.
+stochastically, by a hash of row, column and a seed that the caller gives.
 
 The matmul is `torch._int_mm` (cuBLAS), which accumulates in int32, so it is exact. On a GPU it wants both operands
 contiguous along the inner dim, so transposed operands are cast into the transposed layout. Casts and scaling are plain
@@ -42,8 +42,11 @@ CAPABILITY = (8, 0)
 # Shapes: m tokens, n outputs, k inputs.
 
 
-def int8_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x · weightᵀ in the dtype of x, with int8 matmuls forward and backward."""
+def int8_linear(x: Tensor, weight: Tensor, seed: Tensor | None = None) -> Tensor:
+    """x · weightᵀ in the dtype of x, with int8 matmuls forward and backward.
+
+    `seed`: an int32 on the device, for rounding the gradient; by default drawn from torch's generator.
+    """
     require_device("int8_linear", x, weight, has_cpu=True)
     require(
         x.dtype in FLOATS and weight.dtype in FLOATS,
@@ -61,7 +64,9 @@ def int8_linear(x: Tensor, weight: Tensor) -> Tensor:
     )
     if x.is_cuda:
         _require_gpu(x, sizes)
-    out_mn: Tensor = _Int8Linear.apply(x_mk, weight)  # type: ignore[no-untyped-call]
+    if seed is None:
+        seed = torch.randint(2**31 - 1, (), dtype=torch.int32, device=x.device)
+    out_mn: Tensor = _Int8Linear.apply(x_mk, weight, seed)  # type: ignore[no-untyped-call]
     return out_mn.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -88,18 +93,17 @@ class _Int8Linear(torch.autograd.Function):
     their own, from the unquantized values."""
 
     @staticmethod
-    def forward(ctx: Any, x_mk: Tensor, weight_nk: Tensor) -> Tensor:
-        ctx.save_for_backward(x_mk, weight_nk)
+    def forward(ctx: Any, x_mk: Tensor, weight_nk: Tensor, seed: Tensor) -> Tensor:
+        ctx.save_for_backward(x_mk, weight_nk, seed)
         return scaled_mm(quantize(x_mk), quantize(weight_nk), x_mk.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dout_mn: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x_mk, weight_nk = ctx.saved_tensors
-        seed = torch.randint(2**31 - 1, (), dtype=torch.int32, device=dout_mn.device)
+    def backward(ctx: Any, dout_mn: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_mk, weight_nk, seed = ctx.saved_tensors
         by_row, by_column = noises(random_bits(dout_mn.shape[0], dout_mn.shape[1], seed))
         dx = dweight = None
         if ctx.needs_input_grad[0]:
             dx = scaled_mm(quantize(dout_mn, by_row), columns(weight_nk), x_mk.dtype)
         if ctx.needs_input_grad[1]:
             dweight = scaled_mm(columns(dout_mn, by_column), columns(x_mk), x_mk.dtype).to(weight_nk.dtype)
-        return dx, dweight
+        return dx, dweight, None

@@ -35,6 +35,7 @@ def fingerprint(run: Run, seen: Observation) -> str:
         "hooks": [
             len(run.step_contexts),
             len(run.pass_wrappers),
+            len(run.before_step),
             len(run.before_pass),
             run.shard_batch is not None,
         ],

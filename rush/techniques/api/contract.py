@@ -296,6 +296,8 @@ class Build:
     """Wrappers of forward and backward of a micro batch; the first is the innermost."""
     shard_batch: Callable[[Batch], Batch] | None = None
     """Gives of a micro batch the part that this rank works on, where others work on the rest of the same samples."""
+    before_step: list[Callable[[int], None]] = field(default_factory=list)
+    """Called before the passes of a training step with its number."""
     before_pass: list[Callable[[bool], None]] = field(default_factory=list)
     """Called before a micro batch's pass with whether it is the last of its step."""
     ranks: Ranks = field(default_factory=Ranks)

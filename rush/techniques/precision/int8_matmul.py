@@ -13,6 +13,10 @@ is slower than bf16. Where a GPU has fp8 at the same rate (Hopper), `fp8` has ch
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
 
 import rush.techniques.api.contract as api
 from rush.hardware import Machine
@@ -21,6 +25,8 @@ from rush.recipe import Recipe
 from rush.techniques.precision.cast_linear import CastLinear, block_widths, cast_blocks
 
 MATMUL = "aten::_int_mm"
+STRIDE = 1_000_003
+"""Between the seeds of runs, so that the steps of two runs rarely share one."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +34,22 @@ class Int8Layers:
     """The layers with int8 matmuls."""
 
     layers: tuple[CastLinear, ...]
+    seed: Tensor
+    """Of this step's stochastic rounding."""
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
+    # By the number of the step, not from a generator: a resumed run compiles and captures once more, which may draw. In memory,
+    # so that a compiled or captured step reads what is new.
+    seed = torch.zeros((), dtype=torch.int32, device=build.device)
+
+    def seeded(step: int) -> None:
+        seed.fill_((build.recipe.run.seed * STRIDE + step) % 2**31)
+
+    build.before_step.append(seeded)
     # A batch may have any number of tokens, a matmul on a GPU at least LEAST.
-    build.facts.note(Int8Layers(tuple(cast_blocks(build.model, int8_linear, LEAST))))
+    layers = cast_blocks(build.model, partial(int8_linear, seed=seed), LEAST)
+    build.facts.note(Int8Layers(tuple(layers), seed))
     # MFU is relative to the int8 peak, although LM head and attention stay at 16 bits.
     build.facts.rate_dtype = build.facts.operand_dtype = "int8"
 
