@@ -103,8 +103,11 @@ WIDER = replace(SMALL, hidden=64)
 LARGER = Size(256, 64, 512, 528, {"lm": 128, "sft": 128, "dpo": 128})
 
 
-SHORTER = {"schedule.steps": 4, "run.save_every": 1, "run.validate_sequences": 2, "run.sample_tokens": 2}
-"""A save, a kill in the second step, a resume, a validation and a sample, a step after them and the last of everything:
+SHORTER = {
+    "schedule.steps": 3, "run.save_every": 1, "run.validate_every": 2, "run.sample_every": 2,
+    "run.validate_sequences": 2, "run.sample_tokens": 2,
+}  # fmt: skip
+"""A save, a kill in the second step, a resume, a validation and a sample, and a step after them with the last of everything:
 interpreted kernels take their time for every step, and a compiler for every validation in another process."""
 
 
