@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rush.cli.options import Device, ExtraTechniques, Json
-from rush.cli.output import note, print_json, print_table
+from rush.cli.output import note, print_json, print_table, say
 from rush.errors import RecipeError
 from rush.records.step_gap import parity_words
 from rush.records.targets import target_word
@@ -312,6 +312,8 @@ def models(
 
 
 def _show_models(record: ModelRecord) -> None:
+    from rush.report.race_words import net_words
+
     for workload in record["workloads"]:
         title = f"{workload['name']}: {workload['about']}"
         if "longest" in workload:
@@ -324,6 +326,9 @@ def _show_models(record: ModelRecord) -> None:
                     rows.append(_memory_row(dict(memory)))
             columns = ["recipe", "tokens/s", "memory", "parity", "ratio", "target", "verdict"]
             print_table(columns, rows, title=title)
+            for ours in workload["ours"]:
+                if net := net_words(ours["rung"].get("net")):
+                    say(f"{ours['rung']['title']}: {net}")
         for took in workload.get("took", []):
             parts = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in took["parts"].items())
             note(f"  {took['who']} took {took['wall_s']:.0f} s{f': {parts}' if parts else ''}")

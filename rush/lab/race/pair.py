@@ -46,7 +46,7 @@ def race_pair(plan: RacePlan, folder: Path, *, note: Callable[[str], None]) -> N
     """Race two recipes, or resume their race, with a note of every leg; the second one's net. None where they could not be compared."""
     first, second = (one.name for one in plan.contenders)
     note(
-        f"Racing {second} with {first}: {len(plan.seeds)} seeds of {plan.tokens:,} tokens each, in {folder}."
+        f"Racing A ({first}) and B ({second}), {len(plan.seeds)} seeds of {plan.tokens:,} tokens each, in {folder}."
     )
     record = race(plan, folder, watch=lambda progress: note(progress.ended) if progress.ended else None)
     write_race_report(folder, folder / "report.html")
@@ -127,7 +127,8 @@ def race_models(
                 net = _known_digests(place, [first.digest, second.digest])
             else:
                 try:
-                    plan = pair_plan((without, first), (rung["name"], second), tokens, techniques=techniques)
+                    one = (f"{rung['name']} {without}", first)
+                    plan = pair_plan(one, (rung["name"], second), tokens, techniques=techniques)
                 except RecipeError as error:
                     note(f"{rung['name']} does not race with itself {without}: {error}")
                     continue
