@@ -307,11 +307,22 @@ def _in_precision(base: Techniques, name: str) -> Techniques | None:
 
 
 def _can_add(eight_bit: str, names: set[str], target: TargetMachine) -> bool:
-    """Whether 8-bit matmuls are worth trying: the device has them, and a compiler fuses the casts."""
+    """Whether 8-bit matmuls are worth trying: the device has them, none that are as fast have cheaper casts, and a compiler fuses
+    the casts."""
     known = [registry()[name] for name in names if name in registry()]
     fused = any(effect.term == "stream.fused" for technique in known for effect in technique.work)
-    rates = {effect.value for effect in registry()[eight_bit].work if effect.term == "blocks.dtype"}
-    return rates <= set(target.matmul) and fused and names.isdisjoint(alternatives(Alternative.EIGHT_BIT))
+    choices = alternatives(Alternative.EIGHT_BIT)
+    rate, casts = _speed(eight_bit, target)
+    beaten = any(
+        other[0] >= rate and other[1] < casts for other in (_speed(name, target) for name in choices)
+    )
+    return rate > 0 and not beaten and fused and names.isdisjoint(choices)
+
+
+def _speed(eight_bit: str, target: TargetMachine) -> tuple[float, float]:
+    """The rate of a technique's matmuls on this device, 0 where it has none, and the bytes of their casts."""
+    effects = {effect.term: effect.value for effect in registry()[eight_bit].work}
+    return target.matmul.get(str(effects["blocks.dtype"]), 0.0), float(effects["blocks.casts"])
 
 
 def _compatible(spec: Spec) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rush.plan.effects import WORK
-from rush.plan.layout_search import search
+from rush.plan.layout_search import _can_add, search
 from rush.plan.memory import _working
 from rush.plan.planning import plan, unmet
 from rush.plan.spec import Spec, matmul_dtypes_of, spec_of
@@ -56,6 +56,23 @@ def test_a_search_finds_it_on_an_a100_and_fp8_does_not_run_there() -> None:
     assert found.best[0].spec.uses("int8_matmul")
     assert not any(one.spec.uses("fp8") for one in found.best)
     assert any(" with int8_matmul: " in line for line in found.lost)
+
+
+def test_a_search_tries_it_beside_fp8_only_where_its_units_are_faster() -> None:
+    tried = {
+        machine: {name for name in ("fp8", "int8_matmul") if _can_add(name, {"compile"}, target_of(machine))}
+        for machine in ("v100-32-sxm", "a100-80-sxm", "l40s", "h100-sxm", "4090", "5090")
+    }
+    both = {"fp8", "int8_matmul"}
+    assert tried == {
+        "v100-32-sxm": set(),
+        "a100-80-sxm": {"int8_matmul"},
+        "l40s": {"fp8"},
+        "h100-sxm": {"fp8"},
+        "4090": both,
+        "5090": both,
+    }
+    assert not _can_add("int8_matmul", set(), target_of("a100-80-sxm")), "without a compiler"
 
 
 def test_a_plan_for_an_older_gpu_names_what_is_missing() -> None:
