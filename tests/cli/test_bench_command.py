@@ -12,6 +12,16 @@ from rush.bench.kernel_bench import KernelProgress
 from rush.cli import main
 from tests.report import made_up_benches as made
 
+RACED = {
+    "verdict": "sooner",
+    "against": "itself",
+    "tokens": 80_000_000,
+    "seeds": 3,
+    "net": {"ratio": 1.31, "ci95": [1.21, 1.4], "samples": [1.31]},
+    "gross": {"ratio": 1.4, "ci95": [1.3, 1.5], "samples": [1.4]},
+    "more_tokens": {"ratio": 1.07, "ci95": [1.05, 1.09], "samples": [1.07]},
+}
+
 
 def call(capfd: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
     capfd.readouterr()
@@ -75,8 +85,10 @@ def test_a_model_bench_shows_the_ratio_beside_the_wanted_one(
     def measured(workloads: list[Any], folder: Path, **rest: Any) -> dict[str, Any]:
         asked.extend(workloads)
         folder.mkdir()
-        (folder / "models.json").write_text(json.dumps(made.models()))
-        return made.models()
+        record = made.models()
+        record["workloads"][0]["ours"][0]["rung"]["net"] = RACED
+        (folder / "models.json").write_text(json.dumps(record))
+        return record
 
     monkeypatch.setattr("rush.bench.baselines.bench_models", measured)
     file = tmp_path / "w.toml"
@@ -97,6 +109,10 @@ def test_a_model_bench_shows_the_ratio_beside_the_wanted_one(
     assert "681,250" in said
     assert "reached" in said
     assert "it died" in said
+    assert (
+        "Net ×1.31 (1.21 to 1.4) to the same loss (sooner; a race with itself over 80.0M tokens, 3 seeds)"
+        in said
+    )
     assert (tmp_path / "bench" / "report.html").read_text().startswith("<!doctype html>")
 
 
