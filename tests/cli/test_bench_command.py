@@ -110,7 +110,7 @@ def test_a_model_bench_shows_the_ratio_beside_the_wanted_one(
     assert "reached" in said
     assert "it died" in said
     assert (
-        "Net ×1.31 (1.21 to 1.4) to the same loss (sooner; a race with itself over 80.0M tokens, 3 seeds)"
+        "Net ×1.31 (1.21 to 1.40) to the same loss (sooner; a race with itself over 80.0M tokens, 3 seeds)"
         in said
     )
     assert (tmp_path / "bench" / "report.html").read_text().startswith("<!doctype html>")
