@@ -55,17 +55,24 @@ def random_bits(rows: int, num_columns: int, seed: Tensor) -> Tensor:
     A dozen integer operations. Philox takes about a hundred, which by arithmetic is several times what reading and writing
     the element takes.
     """
-    row = torch.arange(rows, dtype=torch.int32, device=seed.device)[:, None]
-    column = torch.arange(num_columns, dtype=torch.int32, device=seed.device)
+    # On a GPU products of int32 wrap around. In the C++ that a compiler makes for a CPU their overflow is undefined (gcc
+    # concludes that a loop over rows never ends), so there they are int64, cut off to 32 bits.
+    dtype = torch.int32 if seed.is_cuda else torch.int64
+    row = torch.arange(rows, dtype=dtype, device=seed.device)[:, None]
+    column = torch.arange(num_columns, dtype=dtype, device=seed.device)
     # All three are mixed: like seeds would give the same rows in another order, or the same columns.
-    return _mix((_mix(row) ^ _mix(seed)) + column)
+    return _mix(_cut((_mix(row) ^ _mix(seed.to(dtype))) + column))
 
 
 def _mix(h: Tensor) -> Tensor:
-    """lowbias32 by Chris Wellons: every bit of the result depends on every bit of `h`. Multiplication wraps around."""
-    h = (h ^ _shift(h, 16)) * 0x7FEB352D
-    h = (h ^ _shift(h, 15)) * (0x846CA68B - (1 << 32))
+    """lowbias32 by Chris Wellons: every bit of the result depends on every bit of `h`."""
+    h = _cut((h ^ _shift(h, 16)) * 0x7FEB352D)
+    h = _cut((h ^ _shift(h, 15)) * (0x846CA68B - (1 << 32)))
     return h ^ _shift(h, 16)
+
+
+def _cut(h: Tensor) -> Tensor:
+    return h if h.dtype == torch.int32 else h & 0xFFFFFFFF
 
 
 def _shift(h: Tensor, bits: int) -> Tensor:
