@@ -5,8 +5,9 @@ from __future__ import annotations
 import platform
 
 import pytest
+import torch
 
-from rush.hardware.memory_use import graph_pool_bytes, process_memory, trim_heap
+from rush.hardware.memory_use import graph_pool_bytes, out_of_memory, process_memory, trim_heap
 
 
 def test_the_pools_of_captured_graphs_count_beyond_their_allocations() -> None:
@@ -18,6 +19,25 @@ def test_the_pools_of_captured_graphs_count_beyond_their_allocations() -> None:
     ]
     assert graph_pool_bytes(segments) == 480
     assert graph_pool_bytes([]) == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError(),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_library_without_memory_for_its_workspace_is_out_of_memory(error: BaseException) -> None:
+    assert out_of_memory(error)
+
+
+def test_another_error_of_a_library_is_not_out_of_memory() -> None:
+    assert not out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"))
+    assert not out_of_memory(ValueError("CUBLAS_STATUS_ALLOC_FAILED"))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library has no call for it")
