@@ -112,6 +112,10 @@ def test_random_bits_are_those_of_the_published_hash_and_look_independent(device
     bits = random_bits(512, 512, torch.tensor(seed, dtype=torch.int32, device=device))
     for row, column in [(0, 0), (1, 0), (0, 1), (77, 300), (511, 511)]:
         assert int(bits[row, column]) % 2**32 == mixed(((mixed(row) ^ mixed(seed)) + column) % 2**32)
+    # A GPU's int32 wraps around to what a CPU's int64 is cut off to.
+    numbers = torch.tensor([0, 1, 2**31 - 1, -(2**31), -1, seed], dtype=torch.int32, device=device)
+    wide = reference._mix(numbers.long() & 0xFFFFFFFF)
+    assert torch.equal(reference._mix(numbers).long() & 0xFFFFFFFF, wide)
     high, low = noises(bits)
     other = noises(random_bits(512, 512, torch.tensor(seed + 1, dtype=torch.int32, device=device)))[0]
     sides = [high, low, high.roll(1, 0), high.roll(1, 1), other]
