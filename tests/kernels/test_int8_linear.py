@@ -264,6 +264,16 @@ def test_it_works_on_tokens_of_any_shape_and_can_be_recomputed(device: str) -> N
     assert torch.equal(dx.view(64, 96), flat[1])
 
 
+def test_operands_are_contiguous_whatever_the_strides(device: str) -> None:
+    given = inputs(device)
+    transposed = [one.t().contiguous().t() for one in given]
+    assert not any(one.is_contiguous() for one in transposed)
+    assert all(map(torch.equal, results(*given), results(*transposed)))
+    for one in transposed:
+        assert quantize(one).values.is_contiguous()
+        assert columns(one).values.is_contiguous()
+
+
 def test_what_it_does_not_support_is_refused(device: str) -> None:
     x, weight, _ = inputs(device)
     with pytest.raises(KernelRefusal, match="takes fp32, bf16 and fp16"):

@@ -40,13 +40,12 @@ def quantize(x: Tensor, noise: Tensor | None = None) -> Int8Tensor:
     scaled = x.float() * inv_scale.reciprocal()
     whole = scaled.round() if noise is None else (scaled + noise).floor()
     # Rounded to fp32, amax with noise just below 1 is 128, which would wrap around.
-    return Int8Tensor(whole.clamp(-LARGEST, LARGEST).to(torch.int8), inv_scale)
+    return Int8Tensor(whole.clamp(-LARGEST, LARGEST).to(torch.int8).contiguous(), inv_scale)
 
 
 def columns(x: Tensor, noise: Tensor | None = None) -> Int8Tensor:
-    """The transpose, quantized with a scale per row, contiguous."""
-    values, inv_scale = quantize(x.t(), None if noise is None else noise.t())
-    return Int8Tensor(values.contiguous(), inv_scale.contiguous())
+    """The transpose, quantized with a scale per row."""
+    return quantize(x.t(), None if noise is None else noise.t())
 
 
 def random_bits(rows: int, num_columns: int, seed: Tensor) -> Tensor:
