@@ -7,7 +7,8 @@ which int32 holds exactly. Inputs and weights are rounded to nearest, within hal
 values among thousands of small ones, which would all become zero: they are rounded stochastically, right on
 average. Weights and optimizer state are unchanged, and so is the LM head, whose gradients are of that kind most
 of all. It wins for wide layers and many tokens, and only with `compile`, which fuses casts and scaling; eager it
-is slower than bf16. Where a GPU has fp8 at the same rate (Hopper), `fp8` has cheaper casts.
+is slower than bf16. Where a GPU has fp8 at the same rate (Hopper), `fp8` has cheaper casts. What
+`checkpoint_selective` saves are the int32 sums, twice the bytes of 16-bit outputs, which a plan does not count.
 """
 
 from __future__ import annotations
