@@ -7,10 +7,11 @@ machine on which each can run. Where its defaults are refused, the values of a k
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -29,7 +30,14 @@ ORDER = tuple(axis for axis in ("ddp", "fsdp", "tp", "pp", "cp") if axis in AXES
 MODELS, OBJECTIVES = ("llama-3.2-1b", "gpt2-124m"), ("lm", "sft")
 ON_CPU = ("cpu_attention", "fp16_matmul")
 """This table is of GPUs. (What they say themselves: the first does not stand beside cp, the second not beside tp.)"""
-COMPANIONS = ((), ("amp_bf16",), ("pure_bf16",), ("amp_bf16", "flash_attention"))
+BLOCKS: Mapping[str, Knob] = {"name": "compile", "scope": "block"}
+COMPANIONS: tuple[tuple[Any, ...], ...] = (
+    (),
+    ("amp_bf16",),
+    ("pure_bf16",),
+    ("amp_bf16", "flash_attention"),
+    ("amp_bf16", BLOCKS),
+)
 
 
 def table(names: Collection[str] | None = None) -> str:
@@ -81,7 +89,7 @@ def _settings(*techniques: Technique) -> Iterator[tuple[str, str, Knob]]:
 
 
 @cache
-def _base(name: str) -> tuple[str, ...]:
+def _base(name: str) -> tuple[Any, ...]:
     """A recipe in which the technique stands on one rank: model, objective, and what it needs beside it."""
     for model, kind, more in product(MODELS, OBJECTIVES, COMPANIONS):
         if name not in more and _stands(name, {}, "", {}, found := (model, kind, *more)):
@@ -90,7 +98,7 @@ def _base(name: str) -> tuple[str, ...]:
 
 
 def _stands(
-    name: str, knobs: dict[str, Knob], axis: str, its: dict[str, Knob], base: tuple[str, ...]
+    name: str, knobs: dict[str, Knob], axis: str, its: dict[str, Knob], base: tuple[Any, ...]
 ) -> bool:
     model, kind, *more = base
     entries = [*more, {"name": name, **knobs}, *([{"name": axis, **its}] if its else [])]

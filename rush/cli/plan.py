@@ -312,6 +312,8 @@ def _search(
     from rush.plan import search
     from rush.plan.describe import describe
 
+    if out is not None and out.exists():
+        raise RecipeError(f"{out} is there already; give another --out, or remove it.")
     found = search(recipe, target, best=best, beyond=beyond)
     if html is not None:
         _page(name, list(found.best), list(found.lost), html, tokens, price)
@@ -362,8 +364,6 @@ def _write_best(name: str, recipe: Recipe, best: Plan, out: Path) -> None:
     from rush.plan.describe import describe, recipe_of
     from rush.recipe_io import write_toml
 
-    if out.exists():
-        raise RecipeError(f"{out} is there already; give another --out, or remove it.")
     said = f"# The fastest plan of {name} for {best.target.devices:,} × {best.target.name}: {describe(best.spec)}.\n"
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, said + write_toml(recipe_of(recipe, best.spec)))

@@ -108,6 +108,7 @@ def test_a_longer_row_stretches_the_context(monkeypatch: pytest.MonkeyPatch) -> 
     assert long.run.memory_limit_gb == 80
 
 
+@pytest.mark.slow
 def test_it_runs_by_the_real_bench_and_its_record_reads_back(small_recipe: Path, tmp_path: Path) -> None:
     file = tmp_path / "w.toml"
     file.write_text(

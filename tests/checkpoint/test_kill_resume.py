@@ -110,6 +110,7 @@ def test_killed_at_any_instant_the_resumed_run_is_the_same_to_the_last_bit(
     assert not any((folder / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     cache, folder = tmp_path / "cache", tmp_path / "run"
     recipe = tmp_path / "recipe.toml"

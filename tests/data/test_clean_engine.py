@@ -128,7 +128,7 @@ def family(session: int) -> list[int]:
     return [process.pid for process in alive if os.getsid(process.pid) == session]
 
 
-@pytest.mark.parametrize("after", [1, 12])
+@pytest.mark.parametrize("after", [1, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_killed_cleaning_leaves_no_output_and_resumes_to_the_same_bytes(
     source: Path, expected: dict[str, bytes], tmp_path: Path, after: int
 ) -> None:

@@ -170,6 +170,7 @@ def check(report: Report, names: list[str], architecture: int) -> None:
         assert units == (set() if "fp32" in what else expected), what
 
 
+@pytest.mark.slow
 def test_kernels_that_memory_limits_compile(streaming: Report) -> None:
     check(streaming, list(gpu_launches.STREAMING), HOPPER)
 

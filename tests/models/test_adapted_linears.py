@@ -150,7 +150,7 @@ def test_no_output_is_copied_and_the_input_gets_one_gradient(count: int, form: F
     assert taken.count(4 * TOKENS * INPUTS) > 1
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_dequantized_weight_is_saved_with_an_adapter(compiled: bool) -> None:
     layers, x = layers_of(3, torch.float32, form=NF4), input_of(torch.float32)
     run = torch.compile(lambda x: ours(x, layers), fullgraph=True) if compiled else lambda x: ours(x, layers)

@@ -117,6 +117,7 @@ def bytes_of_first_rank(shape: Shape, ranks: int, rank: int = 16) -> tuple[int, 
     return base, trained, 2 * trained
 
 
+@pytest.mark.slow
 def test_a_sharded_quantized_base_overfits_a_batch_with_the_bytes_counted_by_hand() -> None:
     changes = ("optimizer.lr=0.01", "batch.total_tokens=64")
     shape = recipe("llama", FSDP, (NF4["bitsandbytes"],), *changes).shape()
