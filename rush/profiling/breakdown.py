@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -50,7 +51,11 @@ _ELEMENTWISE = re.compile(r"aten::|triton_|CompiledFxGraph|CompiledFunction|kern
 
 def classify(names: Sequence[str]) -> str:
     """The class of a kernel, from its callers' names and its own, outermost first."""
-    chain = " > ".join(names)
+    return _class_of(" > ".join(names))
+
+
+@lru_cache(maxsize=4096)  # a step has thousands of operators, and few kinds of them
+def _class_of(chain: str) -> str:
     for kind, pattern in _RULES:
         if pattern.search(chain):
             return kind
@@ -109,8 +114,8 @@ def callers(event: FunctionEvent) -> list[str]:
 
 def _host_times(events: list[FunctionEvent]) -> Iterable[KernelTime]:
     for event in events:
-        if event.device_type == DeviceType.CPU and event.self_cpu_time_total > 0:
-            yield KernelTime(event.name, classify(callers(event)), event.self_cpu_time_total / 1000, 1)
+        if event.device_type == DeviceType.CPU and (own_us := event.self_cpu_time_total) > 0:
+            yield KernelTime(event.name, classify(callers(event)), own_us / 1000, 1)
 
 
 def _device_times(events: list[FunctionEvent]) -> Iterable[KernelTime]:

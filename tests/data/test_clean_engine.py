@@ -162,6 +162,7 @@ def test_a_killed_cleaning_leaves_no_output_and_resumes_to_the_same_bytes(
     assert contents(tmp_path / "out") == expected
 
 
+@pytest.mark.slow
 def test_what_another_pipeline_left_behind_is_not_used(
     source: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:

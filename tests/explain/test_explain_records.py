@@ -35,9 +35,10 @@ NAMES = (
     "roofline",
 )
 MEASURED = [
-    pytest.param(name, marks=pytest.mark.slow) if name in ("fusion", "links") else name for name in NAMES
+    pytest.param(name, marks=() if name in ("attention", "memory", "roofline") else pytest.mark.slow)
+    for name in NAMES
 ]
-"""`links` starts two processes, each of which imports torch."""
+"""The others take longer; `links` starts two processes, each of which imports torch."""
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -71,6 +72,7 @@ def test_a_quick_measurement_explains_itself(name: str) -> None:
         assert all(draw(panel, width).marks for panel in found.panels)
 
 
+@pytest.mark.slow
 def test_the_words_contain_the_numbers_of_the_record() -> None:
     def text(name: str) -> str:
         return " ".join(explain(measured(name)).words)

@@ -50,6 +50,7 @@ def test_the_link_carries_what_a_ring_sends_through_it(operation: str, ranks: in
     assert row.bus_bytes_per_s == pytest.approx(20.0 * factor)
 
 
+@pytest.mark.slow
 def test_two_processes_run_collectives_over_gloo_and_end(tmp_path: Path) -> None:
     machine = probe("cpu")
     before = {process.pid for process in children()}

@@ -98,6 +98,7 @@ def test_plain_techniques_are_equal_and_show_their_evidence(ladder_file: LadderF
     assert len(list((tmp_path / "out" / "parity").glob("*.safetensors"))) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_lives")
 def test_adapters_are_held_against_adapters_and_a_folder_may_travel_without_gradients(
     ladder_file: LadderFile, tmp_path: Path

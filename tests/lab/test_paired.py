@@ -85,7 +85,7 @@ MISSES = next(
 @pytest.mark.parametrize(
     ("processes", "between"),
     [
-        (1, 0.0),
+        pytest.param(1, 0.0, marks=SLOW),
         (1, 0.02),
         pytest.param(2, 0.02, marks=SLOW),
         pytest.param(2, 0.0, marks=SLOW),

@@ -54,6 +54,7 @@ def test_what_a_trial_leaves_behind_does_not_reach_the_next(
     assert [run(spec, result, log, {}, 120.0) for _ in range(2)] == [7, 7]
 
 
+@pytest.mark.slow
 def test_a_trial_past_its_limit_is_ended_with_all_it_started(
     run: Run, files: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:

@@ -43,7 +43,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
 }
 QUICK = {
     "gpt2": {"ddp 2", "fsdp 2, ZeRO-3"},
-    "llama": {"cp 2, ring", "fsdp 2 × tp 2"},
+    "llama": {"cp 2, ring"},
 }
 CASES = [
     pytest.param(family, name, marks=[] if name in QUICK[family] else [pytest.mark.slow])

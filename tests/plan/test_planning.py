@@ -123,6 +123,7 @@ def test_offloaded_block_inputs_count_as_host_memory() -> None:
     assert plan(away, replace(here, host_bytes=moved)).fits
 
 
+@pytest.mark.slow
 def test_an_8b_model_is_predicted_to_fit_eight_a100_and_not_one() -> None:
     recipe = load_recipe("llama-3.1-8b", [*EIGHT])
     with pytest.raises(RecipeError, match="does not fit"):
@@ -209,6 +210,7 @@ def test_a_search_is_answered_in_seconds() -> None:
     assert time.process_time() - began < 20, "7 s on a quiet slow core"
 
 
+@pytest.mark.slow
 def test_without_nvlink_the_search_chooses_less_communication() -> None:
     recipe = load_recipe("llama-3.1-8b", [*EIGHT])
     fast, slow = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> None:
+    # Every profile collects garbage, and would look through all that the tests before have made.
+    gc.freeze()
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
 

@@ -164,7 +164,9 @@ def test_the_evidence_reports_the_share_of_padding() -> None:
     assert "0 recompiles" in proof.what
 
 
-@pytest.mark.parametrize("name", ["pad", "bucket", "flatten"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("pad", "bucket")), "flatten"]
+)
 def test_a_packing_whose_batches_never_came_is_no_evidence(name: str) -> None:
     """The loader was given other options than the technique set: what was asked for did not happen."""
     run = make_run(name, overrides=(*SFT, "batch.total_tokens=512"))

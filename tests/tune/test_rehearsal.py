@@ -112,6 +112,7 @@ def test_other_days_and_shorter_budgets_reach_it_too(
     assert found.record["spent_s"] <= 60 * minutes
 
 
+@pytest.mark.slow
 def test_fp8_without_parity_leaves_time_for_the_rest(tmp_path: Path) -> None:
     found = rehearsed(tmp_path, "llama-3.2-1b", learns_else=lambda r: rounds_by_rule(r) or "fp8" in names(r))
     assert "fp8" not in names(found.winner)
@@ -120,6 +121,7 @@ def test_fp8_without_parity_leaves_time_for_the_rest(tmp_path: Path) -> None:
     assert of_fast(found) >= 0.99
 
 
+@pytest.mark.slow
 def test_an_fp8_lm_head_that_falls_behind_after_a_hundred_steps_does_not_win(tmp_path: Path) -> None:
     """As seen on an H200: equal over 100 steps, half a nat behind after 200."""
 
