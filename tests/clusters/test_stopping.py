@@ -18,7 +18,10 @@ trap 'exit $ENDS_WITH' TERM
 kill -USR1 "$PPID"
 for _ in $(seq 200); do sleep 0.05; done
 """
-SCANCEL = '#!/bin/bash\n[ "$*" = "--signal=TERM 7" ] && kill -TERM "$(cat "$ASKED.srun")"\n'
+SCANCEL = """#!/bin/bash
+[ "$*" = "--signal=TERM 7" ] && kill -TERM "$(cat "$ASKED.srun")"
+sleep 0.3 # the step has ended when this returns
+"""
 SCONTROL = '#!/bin/bash\nif [ "$1" = show ]; then echo localhost; else echo "$@" >> "$ASKED"; fi\n'
 
 
