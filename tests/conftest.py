@@ -53,12 +53,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _freeze_garbage() -> None:
-    """The same for what the tests of other files have imported and traced: much of what is tested collects garbage itself."""
-    gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Random data are the same in every run of a test."""

@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _freeze() -> None:
+    """Every profile collects garbage, and would look through all that the tests of other files have made."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> None:
-    # Every profile collects garbage, and would look through all that the tests before have made.
-    gc.freeze()
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
 
