@@ -36,7 +36,7 @@ finetune: $(VENV)/.run ## a small chat model on this machine: pretrain, LoRA, me
 
 # A fifth of the tests' time is waiting (for ranks, kills and starts): one worker more than there are cores fills it.
 WORKERS ?= 3
-test: $(VENV)/.dev ## the tests: some 17 minutes on two cores, a quarter of it lives
+test: $(VENV)/.dev ## the tests: some 11 minutes on two cores, a fifth of it lives
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-changed: $(VENV)/.dev ## the tests of what changed since the last commit (or since BASE=…)
