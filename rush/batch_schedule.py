@@ -58,7 +58,7 @@ def last_step(until: float, steps: int) -> int:
 
 
 def read_phases(value: object) -> list[dict[str, object]]:
-    """A batch-size schedule as it stands in a recipe, or a sentence about what is wrong with it."""
+    """The phases of a recipe's batch-size schedule; ValueError with a sentence about what is wrong with them."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ValueError(f"batch.schedule is {value!r}; allowed: a list of tables such as {PHASES}")
     found = []

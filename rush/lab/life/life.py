@@ -384,10 +384,11 @@ def rank_environments(world: int) -> list[dict[str, str]]:
     """The environment of each rank, as a launcher sets it."""
     if world == 1:
         return [{}]
-    threads = os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(world)))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-              "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": threads}  # fmt: skip
+              "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+    if "OMP_NUM_THREADS" not in os.environ:
+        shared["OMP_NUM_THREADS"] = str(threads_per_rank(world))
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(world)]
