@@ -21,10 +21,9 @@ if __name__ == "__main__":
         there = folder / f"page-{number}"
         there.mkdir()
         shown = commands(Path(name).resolve())
-        set_scene(there, folder, shown)
-        for command in shown:
-            if command.has("not") or command.has("gpu") != bool(kind):
-                continue
+        chosen = [one for one in shown if not one.has("not") and one.has("gpu") == bool(kind)]
+        set_scene(there, folder, chosen)
+        for command in chosen:
             if only and not any(word in command.line for word in only):
                 continue
             result = run(command, there, variables)

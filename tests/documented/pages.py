@@ -10,8 +10,8 @@ A page lists what is special in a comment before the block (or, in the README, b
     -->
 
 The second part is the beginning of the command. `gpu`: in `make test-gpu`. `begin`: interrupted as by Ctrl-C once it has
-made two steps or measured one rung. `serve`: answers a request, then is interrupted. `swap`: run with a shorter budget or
-size in place of what is written. `not`: never run, with the reason. `gpu begin` and the like combine.
+made two steps or measured one rung or kernel. `serve`: answers a request, then is interrupted. `swap`: run with a
+shorter budget or size in place of what is written. `not`: never run, with the reason. `gpu begin` and the like combine.
 """
 
 from __future__ import annotations

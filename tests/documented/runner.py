@@ -56,6 +56,7 @@ def run(command: Command, folder: Path, variables: Mapping[str, str], limit_s: f
         except subprocess.TimeoutExpired:
             problem = f"it was not done after {limit_s:g} s"
         finally:
+            process.stdin.close()
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -84,10 +85,10 @@ def _until(process: subprocess.Popen[str], reached: Callable[[], bool], limit_s:
 
 
 def _progress(folder: Path) -> int:
-    """Steps and rungs on the disk: two of a run, or one of a ladder, count as begun."""
+    """Steps, rungs and kernels on the disk: two of a run, or one of a ladder or a bench, count as begun."""
     steps = sum(len(path.read_bytes().splitlines()) // 2 for path in folder.glob("runs/**/metrics.jsonl"))
     rungs = sum(path.read_text().count('"tokens_per_s": {') for path in folder.glob("runs/**/ladder.json"))
-    return steps + rungs + len(list(folder.glob("runs/**/trials/*.json")))
+    return steps + rungs + sum(len(list(folder.glob(f"runs/**/{one}/*.json"))) for one in ("trials", "ops"))
 
 
 def _answers(log: Path) -> bool:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -41,25 +42,27 @@ def make_models(folder: Path, variables: Mapping[str, str]) -> None:
 
 
 def set_scene(folder: Path, made: Path, commands: Sequence[Command]) -> None:
-    """What a page's commands name, and none of them makes."""
+    """What these commands name, and none of them makes."""
     for name in ("path/to/model", "path/to/Llama-3.2-1B", "path/to/Llama-3.2-3B", "path/to/Llama-3.1-8B",
                  "models/llama", "models/llama-3.2-1b", "models/llama-3.1-8b"):  # fmt: skip
         shutil.copytree(made / "model", folder / name)
     shutil.copytree(made / "runs", folder / "runs")
-    if not any("--out runs/gpt2" in command.line for command in commands):
-        shutil.copytree(folder / "runs/a", folder / "runs/gpt2")
     for name in ("ladder-tiny-x86", "tune-tiny-n1"):
         shutil.copytree(ROOT / "results" / name, folder / "results" / name)
-    for name in ("runs/ladder-tiny", "runs/climb", "runs/other"):
-        shutil.copytree(ROOT / "results/ladder-tiny-x86", folder / name)
+    records = dict.fromkeys(
+        ("runs/ladder-tiny", "runs/climb", "runs/other"), ROOT / "results/ladder-tiny-x86"
+    )
+    for name, record in {"runs/gpt2": folder / "runs/a", **records}.items():
+        if not any(f"--out {name}" in command.line for command in commands):
+            shutil.copytree(record, folder / name)
     notes = "\n\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
     parts = [" ".join(part.split()) for part in notes.split("\n\n") if 200 < len(part) < 800][:400]
     questions = [(f"What is said of {' '.join(part.split()[:4])}?", part) for part in parts]
-    for name in ("chats.jsonl", "talks.jsonl", "corpus/one.jsonl", "text/one.jsonl"):
-        rows = [{"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]} for ask, answer in questions]  # fmt: skip
-        if "/" in name:
-            rows = [{"text": f"{ask} {answer} " * 40} for ask, answer in questions]  # type: ignore[dict-item]
-        _write(folder / name, "".join(json.dumps(row) + "\n" for row in rows))
+    talks = [{"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]} for ask, answer in questions]  # fmt: skip
+    texts = [{"text": f"{ask} {answer} " * 40} for ask, answer in questions]
+    library = [{"text": path.read_text("utf-8", "replace")} for path in Path(sysconfig.get_path("stdlib")).glob("*/*.py")]  # fmt: skip
+    for name, rows in {"chats": talks, "talks": talks, "text/one": texts, "corpus/one": library}.items():
+        _write(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     pairs = [
         {key: text.format(f"{word} {n}") for key, text in PAIRS.items()} for n in range(8) for word in WORDS
     ]

@@ -35,8 +35,9 @@ def _of(page: Path, *, gpu: bool) -> list[Command]:
 
 def _execute(page: Path, made: tuple[Path, dict[str, str]], tmp_path: Path, *, gpu: bool) -> list[str]:
     folder, variables = made
-    set_scene(tmp_path, folder, commands(page))
-    results = [run(command, tmp_path, variables) for command in _of(page, gpu=gpu)]
+    chosen = _of(page, gpu=gpu)
+    set_scene(tmp_path, folder, chosen)
+    results = [run(command, tmp_path, variables) for command in chosen]
     return [f"{one.command.to_run}: {one.problem}\n{one.output[-2000:]}" for one in results if one.problem]
 
 

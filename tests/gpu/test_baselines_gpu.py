@@ -61,7 +61,10 @@ def test_nanogpts_kernels_run_compiled_and_it_learns(biases: bool) -> None:
     """Fused attention, fused AdamW and the compiler's kernels, in plain bf16 autocast."""
     from rush.bench.nanogpt import NanoGPTOptions, build_nanogpt
 
-    recipe = load_recipe("tiny", [*SHAPE, "batch.micro=8", "batch.total_tokens=1024", "techniques=[]"])
+    recipe = load_recipe(
+        "tiny",
+        [*SHAPE, "model.shape.num_kv_heads=4", "batch.micro=8", "batch.total_tokens=1024", "techniques=[]"],
+    )
     options = NanoGPTOptions(biases=biases)
     run = build_nanogpt(recipe, probe("cuda"), options)
     losses = [train_step(run, step, 5e-3, [batch()]).loss for step in range(1, 9)]

@@ -293,6 +293,7 @@ def test_three_int8_matmuls_are_seen_in_a_profile(device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_int8_units_are_faster_than_bf16(device: str) -> None:
     if device != "cuda":
         pytest.skip("about GPUs")
