@@ -61,13 +61,12 @@ test-slow: $(VENV)/.dev ## the tests, with the slow ones, on the torch in .venv
 
 # On a GPU machine without network the dependencies are there already; what is missing travels in bundle/. Most of the
 # time is the compiler's, on the host: with a large card, GPU_WORKERS=8 takes a fraction of it. What times the card or fills
-# it (marker alone) comes next, one by one; last the commands of README and docs, a whole ladder among them.
+# it (marker alone) comes after the others, one by one.
 GPU_WORKERS ?= 1
 GPU_PYTEST   = PYTHONPATH=$(CURDIR)/bundle $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark --timeout 180 --tb short --durations 30 -vv
 test-gpu: ## the GPU tests, with the Python at hand (no virtual environment, see `make bundle`)
 	$(GPU_PYTEST) -m 'gpu and not alone' -n $(GPU_WORKERS) --dist worksteal
-	$(GPU_PYTEST) -m 'gpu and alone' --ignore tests/documented
-	$(GPU_PYTEST) -m gpu tests/documented -n $(GPU_WORKERS)
+	$(GPU_PYTEST) -m 'gpu and alone'
 
 check: $(VENV)/.dev ## format, lint, types, import contracts, spelling, links and the site, public names, the lock on every platform (OFFLINE=1 without index)
 	$(BIN)/ruff format --check .

@@ -27,6 +27,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("docs/finetuning/*.md")),
+    *sorted(ROOT.glob("docs/tutorials/*.md")),
 ]
 KINDS = ("gpu", "begin", "serve", "swap", "not")
 PART = re.compile(r"<!-- run:\n(?P<marks>.*?)-->|```sh\n(?P<block>.*?)```|(?P<row>^\|[^\n]*`rush [^\n]*$)", re.DOTALL | re.MULTILINE)  # fmt: skip

@@ -52,8 +52,11 @@ def set_scene(folder: Path, made: Path, commands: Sequence[Command]) -> None:
     records = dict.fromkeys(
         ("runs/ladder-tiny", "runs/climb", "runs/other"), ROOT / "results/ladder-tiny-x86"
     )
-    for name, record in {"runs/gpt2": folder / "runs/a", **records}.items():
-        if not any(f"--out {name}" in command.line for command in commands):
+    records |= {"runs/gpt2": folder / "runs/a", "runs/mine": folder / "runs/a"}
+    if not any("rush race" in command.line for command in commands):
+        records["runs/race-tiny"] = ROOT / "results/race-tiny-x86"
+    for name, record in records.items():
+        if not any(f"--out {name}" in one.line and "--resume" not in one.line for one in commands):
             shutil.copytree(record, folder / name)
     notes = "\n\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
     parts = [" ".join(part.split()) for part in notes.split("\n\n") if 200 < len(part) < 800][:400]

@@ -10,6 +10,7 @@ from tests.documented.environment import make_environment
 from tests.documented.pages import PAGES, ROOT, Command, commands
 from tests.documented.runner import run
 from tests.documented.scene import make_models, set_scene
+from tests.gpu.card_shares import card_share
 
 WITH_COMMANDS = [page for page in PAGES if commands(page)]
 LIMIT_S = 3600
@@ -51,13 +52,13 @@ def test_every_command_of_a_page_runs_as_typed(
 
 
 @pytest.mark.gpu
-@pytest.mark.alone
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("page", [page for page in WITH_COMMANDS if _of(page, gpu=True)], ids=_name)
 def test_every_command_of_a_page_that_needs_a_gpu_runs_there(
     page: Path, made: tuple[Path, dict[str, str]], tmp_path: Path
 ) -> None:
-    assert _execute(page, made, tmp_path, gpu=True) == []
+    with card_share():
+        assert _execute(page, made, tmp_path, gpu=True) == []
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=_name)

@@ -1,7 +1,7 @@
 """Shares of one card's memory, for tests that run at the same time in several processes.
 
-A life of a ready recipe takes gigabytes. Thirteen of them at once do not fit on a card, and a full card fails tests that have
-nothing to do with it. So a large life takes a share and waits until one is free, and the card has room.
+A life of a ready recipe and the commands of a page take gigabytes. Thirteen of them at once do not fit on a card, and a full
+card fails tests that have nothing to do with it. So each takes a share and waits until one is free, and the card has room.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-SHARES = 5
+SHARES = 7
 ROOM_BYTES, LONGEST_WAIT_S = 40 << 30, 60.0
-"""What a large life may take at most, and how long it waits until that is free: a smaller card never has it."""
+"""What a share may take at most, and how long it waits until that is free: a smaller card never has it."""
 
 
 @contextmanager

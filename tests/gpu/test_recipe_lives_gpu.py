@@ -119,7 +119,6 @@ def test_a_ready_recipe_lives_on_a_gpu(lived: Lived, starter: Starter, place: Pa
         assert _live(lived, starter, place, data).problem is None
 
 
-@pytest.mark.alone
 def test_llama_3_2_1b_fp8_lives_in_its_whole_depth(starter: Starter, place: Path, data: LocalData) -> None:
     recipe = as_published("llama-3.2-1b-fp8")
     lived = Lived("llama-3.2-1b-fp8", recipe, ())
@@ -127,4 +126,5 @@ def test_llama_3_2_1b_fp8_lives_in_its_whole_depth(starter: Starter, place: Path
         recipe = changed(recipe, {"batch": {"micro": 4, "sequence": recipe.batch.sequence}})
         lived = replace(lived, recipe=recipe, reduced=("micro batches of 4 of 16 sequences",))
     steps = {"schedule.steps": 8, "run.save_every": 4, "run.validate_every": 4, "run.sample_every": 4}
-    assert _live(lived, starter, place, data, **steps).problem is None
+    with card_share():
+        assert _live(lived, starter, place, data, **steps).problem is None

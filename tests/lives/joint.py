@@ -1,18 +1,18 @@
-"""Few lives over all settings: each allowed pair in one of them, each technique with every objective and axis.
+"""Few lives over all settings: each allowed pair in one of them, each technique with every objective and on two ranks, each axis.
 
 A pair that a fine-tuning run has already met on two ranks teaches nothing new in pretraining. So all settings share one list of
 what is missing: whichever setting covers most of it, for the time its life takes, has the next life. What costs time is
 compiling (Dynamo traces the training and the validation graph, in two processes), interpreting Triton and a second rank.
 
 Of techniques with several ways to do the same (`small.ALSO`) a pair has one way, by turns. What compiles meets every other
-technique, but not again every axis, nor preferences. `make test-all` has all of it, setting by setting.
+technique, but neither ranks nor preferences. `make test-all` has each technique with every axis, setting by setting.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,8 +24,8 @@ COMPILING, INTERPRETING, RANKS = 3.0, 1.0, 1.0
 """What these add to the cost of a life, in costs of a plain one."""
 TURN = 0.01
 """By how much a family that had a life stands back: of two that cover the same, the other is next."""
-Met = tuple[str, str | None, Item]
-"""A technique with an objective and an axis."""
+Met = tuple[str, bool, Item | str]
+"""A technique, or an axis of the layout, with an objective, on one rank or on two."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Missing:
             self.partners.setdefault(one, set()).add(other)
             self.partners.setdefault(other, set()).add(one)
         self.met: set[Met] = {
-            _met(one.checked.setting, item) for one in settings for key in one.singles for item in key
+            met for one in settings for key in one.singles for met in _met(one.checked.setting, key)
             if not (compiles(key) and (one.checked.setting.axis or one.checked.setting.objective == "dpo"))
         }  # fmt: skip
 
@@ -58,21 +58,22 @@ class Missing:
 
     def gain(self, setting: Setting, chosen: Items, item: Item) -> int:
         """How much of it `item` adds to a life of `chosen`."""
-        return len(self.partners.get(item, set()) & chosen) + (_met(setting, item) in self.met)
+        return len(self.partners.get(item, set()) & chosen) + len(_met(setting, [item]) & self.met)
 
     def by(self, life: Life) -> int:
         """How much of it a life has."""
         pairs = sum(len(self.partners.get(item, set()) & life.techniques) for item in life.techniques) // 2
-        return pairs + sum(_met(life.setting, item) in self.met for item in life.techniques)
+        return pairs + len(_met(life.setting, life.techniques) & self.met)
 
     def remove(self, life: Life) -> None:
         for item in life.techniques:
             self.partners.get(item, set()).difference_update(life.techniques)
-            self.met.discard(_met(life.setting, item))
+        self.met -= _met(life.setting, life.techniques)
 
 
-def _met(setting: Setting, item: Item) -> Met:
-    return setting.objective, setting.axis, item
+def _met(setting: Setting, chosen: Iterable[Item]) -> set[Met]:
+    axes = [setting.axis] if setting.axis else []
+    return {(setting.objective, bool(axes), one) for one in (*chosen, *axes)}
 
 
 def joint(settings: Sequence[Wanted]) -> list[Life]:
@@ -136,14 +137,14 @@ def _grown(one: Wanted, wholes: Sequence[Items], missing: Missing) -> Life | Non
 
 
 def killed(lives: Sequence[Life]) -> list[bool]:
-    """Which lives are killed and resumed: one with a technique that no such life of its objective and axis has had.
+    """Which lives are killed and resumed: one with a technique that no such life of its objective, or on two ranks, has had.
 
     What compiles is not: a resume waits for Dynamo once more.
     """
     had: set[Met] = set()
     told = []
     for life in lives:
-        mine = {_met(life.setting, item) for item in life.techniques}
+        mine = _met(life.setting, life.techniques)
         told.append(not compiles(life.techniques) and not mine <= had)
         if told[-1]:
             had |= mine

@@ -119,30 +119,37 @@ def test_each_allowed_pair_occurs_in_the_quick_array(
     assert not missing
 
 
-def test_each_technique_occurs_with_every_objective_and_axis_that_allow_it(
-    machine: Machine, every: list[Wanted], recipes: Mapping[Setting, list[frozenset[Item]]]
+@pytest.mark.parametrize(
+    ("objective", "axes"), [*((one, (None,)) for one in OBJECTIVES), ("lm", AXES)], ids=[*OBJECTIVES, "ranks"]
+)
+def test_each_technique_occurs_with_every_objective_and_on_two_ranks_where_that_is_allowed(
+    objective: str,
+    axes: tuple[str | None, ...],
+    machine: Machine,
+    every: list[Wanted],
+    recipes: Mapping[Setting, list[frozenset[Item]]],
 ) -> None:
-    for objective, axis in [*((one, None) for one in OBJECTIVES), *(("lm", axis) for axis in AXES)]:
-        there = [
-            way.checked.setting
-            for way in every
-            if (way.checked.setting.objective, way.checked.setting.axis) == (objective, axis)
-        ]
-        met = {item.name for way in there for chosen in recipes.get(way, []) for item in chosen}
-        for name, technique in registry().items():
-            slow = technique.compiles({key: knob.default for key, knob in technique.knobs.items()})
-            if name in AXES or (slow and (axis or objective == "dpo")):
-                continue  # what compiles meets these in `make test-all`
-            assert name in met or not any(_passes(way, machine, name) for way in there), (objective, axis)
+    settings = [one.checked.setting for one in every]
+    there = [one for one in settings if one.objective == objective and one.axis in axes]
+    met = {item.name for way in there for chosen in recipes.get(way, []) for item in chosen}
+    for name, technique in registry().items():
+        slow = technique.compiles({key: knob.default for key, knob in technique.knobs.items()})
+        if name in AXES or (slow and (axes == AXES or objective == "dpo")):
+            continue  # what compiles meets these in `make test-all`
+        assert name in met or not any(_passes(way, machine, name) for way in there)
 
 
-def test_each_technique_is_killed_and_resumed_with_every_objective_and_axis_it_occurs_with() -> None:
+def test_each_axis_occurs(recipes: Mapping[Setting, list[frozenset[Item]]]) -> None:
+    assert {setting.axis for setting in recipes} == {None, *AXES}
+
+
+def test_each_technique_is_killed_and_resumed_with_every_objective_and_on_two_ranks() -> None:
     lives = quick_lives()
     kills = killed(lives)
     plain = [(life, kill) for life, kill in zip(lives, kills, strict=True) if not compiles(life.techniques)]
     met, resumed = (
         {
-            (life.setting.objective, life.setting.axis, item)
+            (life.setting.objective, life.setting.axis is None, item)
             for life, kill in plain
             if kill or not wanted
             for item in life.techniques
@@ -157,14 +164,14 @@ def test_each_technique_is_killed_and_resumed_with_every_objective_and_axis_it_o
     ("objective", "axis"), [("sft", None), ("lm", None), *(("lm", axis) for axis in AXES)]
 )
 def test_no_technique_is_left_out_because_the_lives_are_small(
-    objective: str, axis: str | None, machine: Machine, recipes: Mapping[Setting, list[frozenset[Item]]]
+    objective: str, axis: str | None, machine: Machine, every: list[Wanted]
 ) -> None:
     """What the check allows in a ready recipe, whose sizes are usual ones, it allows in some life."""
     met = {
         item.name
-        for setting, sets in recipes.items()
-        if (setting.objective, setting.axis) == (objective, axis)
-        for chosen in sets
+        for one in every
+        if (one.checked.setting.objective, one.checked.setting.axis) == (objective, axis)
+        for chosen in one.singles
         for item in chosen
     }
     layout = {} if axis is None else {axis: 2}
@@ -175,9 +182,8 @@ def test_no_technique_is_left_out_because_the_lives_are_small(
         )
         for name in (("tiny", "llama-tiny") if objective == "lm" else ("sft-tiny",))
     ]
-    for name, technique in registry().items():
-        slow = technique.compiles({key: knob.default for key, knob in technique.knobs.items()})
-        if name in AXES or name in met or (slow and axis):
+    for name in registry():
+        if name in AXES or name in met:
             continue
         for interpreted in (False, True):
             with Setting("gpt2", interpreted=interpreted).surroundings():
