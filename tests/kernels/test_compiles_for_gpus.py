@@ -289,6 +289,7 @@ LAUNCHES = {
 """
 
 
+@pytest.mark.slow
 def test_planted_mistakes_are_found(tmp_path: Path) -> None:
     """Each of these runs in the interpreter."""
     (tmp_path / "planted.py").write_text(PLANTED)

@@ -162,6 +162,10 @@ def test_a_rank_holds_its_part_of_parameters_and_moments() -> None:
         assert 0.45 < ours["state_bytes"] / whole["state_bytes"] < 0.55
     for ours in ranks("gpt2", "ddp 2"):
         assert ours["parameter_bytes"] == whole["parameter_bytes"]
+
+
+@pytest.mark.slow
+def test_cut_twice_a_rank_holds_a_quarter() -> None:
     whole = one_rank("llama")
     for ours in ranks("llama", "fsdp 2 × tp 2"):
         assert 0.24 < ours["parameter_bytes"] / whole["parameter_bytes"] < 0.26
