@@ -217,7 +217,7 @@ def test_draws_follow_the_distribution(model: Decoder) -> None:
     possible = [i for i, probability in enumerate(expected) if probability > 0]
     assert sum(counts[i] for i in possible) == 400
     assert len(possible) > 3
-    chi_square = sum((counts[i] - 800 * expected[i]) ** 2 / (800 * expected[i]) for i in possible)
+    chi_square = sum((counts[i] - 400 * expected[i]) ** 2 / (400 * expected[i]) for i in possible)
     freedom = len(possible) - 1
     assert chi_square < freedom + 4 * math.sqrt(2 * freedom)
 
