@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rush.cli.ladder_table import fitting_table, ladder_table
-from rush.cli.options import ExtraTechniques, Json, complete_ladder
+from rush.cli.options import ExtraTechniques, Json, complete_ladder, is_override
 from rush.cli.output import next_step, note, print_json, print_table, say
 from rush.errors import RecipeError
 from rush.ready import LADDERS
@@ -72,7 +72,7 @@ def ladder(
     if name is None:
         _list_ladders(json)
         return
-    if "=" in name:
+    if is_override(name):
         raise RecipeError(f"rush ladder needs a ladder's name before {name!r}: {', '.join(LADDERS.names())}.")
 
     from rush.api import run_ladder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -81,6 +82,11 @@ def parse_options(words: list[str] | None) -> dict[str, str]:
         if "=" not in word:
             raise RecipeError(f"--option is {word!r}; write it as name=value.")
     return dict(word.split("=", 1) for word in words or ())
+
+
+def is_override(word: str) -> bool:
+    """Whether it is KEY=VALUE; a file may have `=` in its path."""
+    return "=" in word and not os.path.exists(word)
 
 
 def with_data(overrides: list[str] | None, files: list[str] | None) -> list[str]:

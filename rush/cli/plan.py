@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rush.cli.options import ExtraTechniques, Json, OptionalRecipe, Overrides
+from rush.cli.options import ExtraTechniques, Json, OptionalRecipe, Overrides, is_override
 from rush.cli.output import next_step, print_json, print_table, say
 from rush.cli.plan_chart import complete_chart, draw
 from rush.cli.plan_view import show_plan
@@ -157,7 +157,7 @@ def plan(
             "a search without --beyond; the trainer cannot run those layouts",
         ),
     )
-    if config is not None and recipe is not None and "=" in recipe:
+    if config is not None and recipe is not None and is_override(recipe):
         overrides, recipe = [recipe, *(overrides or [])], None
     budget = None if tokens is None else count(tokens)
     if check:

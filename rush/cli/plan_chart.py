@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from rush.cli.options import is_override
 from rush.cli.output import print_json, print_table, say
 from rush.errors import RecipeError
 
@@ -40,7 +41,7 @@ def draw(
 
     if found := [option for option, given in refused.items() if given]:
         raise RecipeError(f"--chart does not go with {', '.join(found)}; leave out one or the other.")
-    if recipe is not None and "=" in recipe:
+    if recipe is not None and is_override(recipe):
         overrides, recipe = [recipe, *overrides], None
     names = list(KINDS) if chart == "all" else [chart]
     for name in names:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rush.cli.options import ExtraTechniques, Json, Overrides, complete_recipe
+from rush.cli.options import ExtraTechniques, Json, Overrides, complete_recipe, is_override
 from rush.cli.output import measuring_bar, note, print_json, print_table
 from rush.errors import MachineError
 
@@ -60,7 +60,7 @@ def probe(
     from rush.recipe_io import load_recipe
     from rush.techniques.api.own_files import added
 
-    if "=" in recipe:
+    if is_override(recipe):
         recipe, overrides = "tiny", [recipe, *(overrides or [])]
     chosen = load_recipe(recipe, overrides or [])
     machine = probe_machine(chosen.run.device)

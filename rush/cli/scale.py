@@ -11,7 +11,7 @@ import typer
 
 from rush.cli.ladder import resumable
 from rush.cli.ladder_table import minutes
-from rush.cli.options import ExtraTechniques, Json, RecipeName
+from rush.cli.options import ExtraTechniques, Json, RecipeName, is_override
 from rush.cli.output import next_step, note, print_json
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def scale(
       rush scale tiny measure.processes=5 parity.steps=20 batch.total_tokens=4096
     """
     changes = list(overrides or [])
-    if "=" in recipe:
+    if is_override(recipe):
         recipe, changes = "tiny", [recipe, *changes]
 
     from rush.lab.scaling.study import study

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rush.cli.options import DataFiles, ExtraTechniques, Json, OptionalRecipe, Overrides, with_data
+from rush.cli.options import (
+    DataFiles,
+    ExtraTechniques,
+    Json,
+    OptionalRecipe,
+    Overrides,
+    is_override,
+    with_data,
+)
 from rush.cli.output import next_step, note, print_json
 from rush.cli.ranks import one_message, refuse_nested, technique_words
 from rush.cli.shutdown import set_reporter
@@ -86,7 +94,7 @@ def train(
     script for a cluster.
     """
     changes = with_data(overrides, data)
-    if recipe is not None and "=" in recipe and not os.path.isfile(recipe):
+    if recipe is not None and is_override(recipe):
         changes.insert(0, recipe)
         recipe = None
     if "SLURM_PROCID" in os.environ:

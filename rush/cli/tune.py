@@ -18,6 +18,7 @@ from rush.cli.options import (
     Overrides,
     RecipeName,
     complete_recipe,
+    is_override,
     with_data,
 )
 from rush.cli.output import folded, next_step, note, print_json, say
@@ -128,7 +129,7 @@ def tune(
       rush tune tiny --budget 5m --to-loss 204800
     """
     changes = with_data(overrides, data)
-    if "=" in recipe:
+    if is_override(recipe):
         changes.insert(0, recipe)
         recipe = "tiny"
     from rush.api import tune_recipe
