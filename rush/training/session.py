@@ -109,7 +109,7 @@ class Session:
 
     def go(self, done: int, tokens: int) -> Summary:
         recipe, total = self.recipe, self.recipe.steps
-        self.view.start(_title(recipe, self.run), total, done)
+        self.view.start(_title(recipe, self.run), total, done, self.sizes.until)
         utilization = UtilizationMetric(
             **self.run.ranks.on_rank0(lambda: asdict(utilization_metric(self.run)))
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from rich.progress import (
     Progress,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Table
 from rich.text import Text
@@ -33,10 +32,14 @@ from rush.records.metrics import MetricsRow
 BARS = "▁▂▃▄▅▆▇█"
 
 
+Tokens = Callable[[int], int]
+"""The tokens of all steps up to one. Where all steps have as many, the number of the step will do."""
+
+
 class View:
     """Prints nothing."""
 
-    def start(self, title: str, total: int, done: int) -> None: ...
+    def start(self, title: str, total: int, done: int, tokens: Tokens = int) -> None: ...
     def row(self, row: MetricsRow) -> None: ...
     def note(self, text: str) -> None: ...
     def sample(self, step: int, text: str) -> None: ...
@@ -51,11 +54,11 @@ class Recording(View):
         self._waiting: list[str] = []
         self._step, self._started = 0, False
 
-    def start(self, title: str, total: int, done: int) -> None:
+    def start(self, title: str, total: int, done: int, tokens: Tokens = int) -> None:
         self._step, self._started = done, True
         for text in self._waiting:
             self._write(text)
-        self._inner.start(title, total, done)
+        self._inner.start(title, total, done, tokens)
 
     def row(self, row: MetricsRow) -> None:
         self._step = row["step"]
@@ -79,15 +82,29 @@ class Recording(View):
         append_log(json.dumps({"step": self._step, "note": shareable(text)}) + "\n", self._path)
 
 
+class Countdown:
+    """The time left, if the tokens to come take as long as those since the start."""
+
+    def __init__(
+        self, total: int, done: int, tokens: Tokens, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._total, self._done, self._tokens = total, done, tokens
+        self._now, self._began = now, now()
+
+    def left_s(self, step: int) -> float:
+        ahead = self._tokens(self._total) - self._tokens(step)
+        return ahead * (self._now() - self._began) / max(1, self._tokens(step) - self._tokens(self._done))
+
+
 class Lines(View):
     """One line every few seconds, for logs."""
 
     def __init__(self, console: Console, every_s: float = 5.0, hint: str = "") -> None:
         self._console, self._every_s, self._hint = console, every_s, hint
-        self._last, self._total, self._began, self._done = 0.0, 0, 0.0, 0
+        self._last, self._total = 0.0, 0
 
-    def start(self, title: str, total: int, done: int) -> None:
-        self._total, self._done, self._began = total, done, time.monotonic()
+    def start(self, title: str, total: int, done: int, tokens: Tokens = int) -> None:
+        self._total, self._countdown = total, Countdown(total, done, tokens)
         self._console.print(title, highlight=False, markup=False)
         if self._hint:
             self._console.print(printable(self._hint), highlight=False, markup=False, soft_wrap=True)
@@ -97,9 +114,8 @@ class Lines(View):
         if now - self._last < self._every_s and step not in (1, self._total) and "val_loss" not in row:
             return
         self._last = now
-        left = (self._total - step) * (now - self._began) / max(1, step - self._done)
         facts = "  ".join(f"{name} {text}" for name, text in describe(row).items())
-        line = f"step {step:>6}/{self._total}  {facts}  left {clock(left)}"
+        line = f"step {step:>6}/{self._total}  {facts}  left {clock(self._countdown.left_s(step))}"
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
@@ -124,16 +140,15 @@ class Panels(View):
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TextColumn("left {task.fields[left]}"),
             console=console,
             expand=True,
         )
-        self._task = self._progress.add_task("step", total=None)
+        self._task = self._progress.add_task("step", total=None, left="-")
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render)
 
-    def start(self, title: str, total: int, done: int) -> None:
-        self._title = title
+    def start(self, title: str, total: int, done: int, tokens: Tokens = int) -> None:
+        self._title, self._countdown = title, Countdown(total, done, tokens)
         self._progress.reset(self._task, total=total, completed=done)
         if self._hint:
             self._console.print(Text(printable(self._hint)), soft_wrap=True)
@@ -142,7 +157,8 @@ class Panels(View):
     def row(self, row: MetricsRow) -> None:
         self._losses.append(float(row["loss"]))
         self._row = {**self._row, **row}
-        self._progress.update(self._task, completed=row["step"])
+        left = clock(self._countdown.left_s(row["step"]))
+        self._progress.update(self._task, completed=row["step"], left=left)
 
     def note(self, text: str) -> None:
         self._live.console.print(Text(printable(text), style="yellow"))

@@ -16,6 +16,7 @@ from rush.recipe_io import changed, load_recipe
 from rush.training.loop import Summary, train_recipe
 from rush.training.schedule import learning_rate
 from rush.training.step import LaunchedStep
+from rush.training.view import Tokens
 from tests.fresh_cache import fresh_cache
 from tests.training.small_runs import checkpoint_files, rows, small_recipe, write_corpus
 
@@ -28,7 +29,7 @@ class Listener:
         self.rows: list[Mapping[str, Any]] = []
         self.samples: list[tuple[int, str]] = []
 
-    def start(self, title: str, total: int, done: int) -> None: ...
+    def start(self, title: str, total: int, done: int, tokens: Tokens = int) -> None: ...
     def row(self, row: Mapping[str, Any]) -> None:
         self.rows.append(row)
 
