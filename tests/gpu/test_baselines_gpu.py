@@ -80,10 +80,10 @@ STACK = ("pure_bf16", "{name='qlora', rank=8}", "flash_attention", "checkpoint_f
          "{name='fused_loss', chunk_tokens=512}", "{name='fused_update', stochastic_rounding=true}")  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [(), ("cuda_graph",)], ids=["launched", "recorded"])
+@pytest.mark.parametrize("more", [(), ("cuda_graph",)], ids=["launched", "captured"])
 def test_the_fastest_qlora_stack_takes_effect_as_a_whole(more: tuple[str, ...]) -> None:
     pytest.importorskip("bitsandbytes")
-    # A proof knows the head's products by the vocabulary: no other width of the model may be the same (the MLP's is 512).
+    # A proof knows the LM head's matmuls by the vocabulary: no other width of the model may be the same (the MLP's is 512).
     size = ("batch.micro=8", "batch.total_tokens=1024", "optimizer.lr=0.003", "model.shape.vocab_size=640")
     run = make_run(*STACK, *more, overrides=[*SHAPE, *size], machine=probe("cuda"))
     seen = trace(run, 8, watch=True)
@@ -93,8 +93,8 @@ def test_the_fastest_qlora_stack_takes_effect_as_a_whole(more: tuple[str, ...]) 
     assert seen.losses[-1] < seen.losses[0], seen.losses
 
 
-def test_what_a_recorded_graph_keeps_is_counted_as_memory() -> None:
-    """The allocator calls a recording's memory free; a replay works in it all the same."""
+def test_what_a_captured_graph_keeps_is_counted_as_memory() -> None:
+    """The allocator calls a captured graph's memory free; a replay works in it all the same."""
     device = torch.device("cuda")
     torch.cuda.empty_cache()
     x = torch.zeros(1024, 1024, device=device)
@@ -105,7 +105,7 @@ def test_what_a_recorded_graph_keeps_is_counted_as_memory() -> None:
         (x @ x).sum()
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
-        kept = torch.zeros(64, 2**20, dtype=torch.uint8, device=device)  # 64 MiB inside the recording
+        kept = torch.zeros(64, 2**20, dtype=torch.uint8, device=device)  # 64 MiB inside the capture
         total = (x + kept.float().sum()).sum()
         del kept
     reset_peak_memory("cuda")

@@ -1,4 +1,4 @@
-"""Products with fp16 factors on an ARM CPU: the bits their definition says, near the exact product, and refusals."""
+"""Matmuls with fp16 operands on an ARM CPU: the bits their definition says, near the exact result, and refusals."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def random(*dims: int, seed: int = 0) -> Tensor:
     return torch.randn(*dims, generator=torch.Generator().manual_seed(seed + 13 * len(dims)))
 
 
-def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+def matmul(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     out: Tensor = torch.ops.rush.fp16_matmul(left, right, bias)
     return out
 
 
 def defined(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product as the kernel makes it, step by step: each multiply-add rounded once to fp16, blocks added up in fp32.
+    """The matmul as the kernel computes it, step by step: each multiply-add rounded once to fp16, blocks added up in fp32.
 
     In NumPy, whose cast from float64 to fp16 rounds once; torch's goes by way of fp32.
     """
@@ -62,24 +62,24 @@ def test_it_gives_the_bits_of_its_definition(
     m, k, n = shape
     left, right = random(m, k), random(k, n, seed=1)
     bias = random(n, seed=2) if with_bias else None
-    assert torch.equal(product(left, right, bias), defined(left, right, bias))
+    assert torch.equal(matmul(left, right, bias), defined(left, right, bias))
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1e10])
 def test_a_scale_for_each_block_keeps_large_and_small_numbers(size: float, built: None) -> None:
     left, right = random(40, 300) * size, random(300, 20, seed=1)
     left[:, :INNER] *= 1e-6  # a block far below the others has a scale of its own
-    assert torch.equal(product(left, right), defined(left, right))
-    alone = product(left[:, :INNER].contiguous(), right[:INNER])
+    assert torch.equal(matmul(left, right), defined(left, right))
+    alone = matmul(left[:, :INNER].contiguous(), right[:INNER])
     assert relative(alone, left[:, :INNER].double() @ right[:INNER].double()) < 4 * expected_error(INNER)
 
 
 def expected_error(inner: int) -> float:
-    """Of a product of normal numbers, relative to its size, by a random walk.
+    """Of a matmul of normal numbers, relative to its size, by a random walk.
 
     A rounding of a number between powers of two is uniform in ± half a unit: on average (UNIT² / 3) / 2 of its square, for
     mantissas spread evenly over [1, 2). Partial sums of j products have a square of j (in units of one's); of `inner` steps that is
-    inner² / 2 in all, against inner for the result. The factors are rounded once each.
+    inner² / 2 in all, against inner for the result. The operands are rounded once each.
     """
     steps = min(inner, INNER)
     return math.sqrt((steps / 2 + 2) * UNIT**2 / 6)
@@ -129,7 +129,7 @@ def test_it_reads_any_strides_and_offsets(built: None) -> None:
         (wide[:1].expand(9, -1), other.t().contiguous().t()),
         (wide[:, :1], other[:1]),
     ):
-        assert torch.equal(product(left, right), defined(left.contiguous(), right.contiguous()))
+        assert torch.equal(matmul(left, right), defined(left.contiguous(), right.contiguous()))
 
 
 def test_no_tokens_give_no_results(built: None) -> None:

@@ -126,7 +126,7 @@ def test_matmuls_are_those_of_the_fp8_operands(
 def test_it_is_a_linear_layer_up_to_8_bit_rounding(
     device: str, recipe: str, error: Callable[[Tensor, Tensor], float]
 ) -> None:
-    """Two factors with 3 bits of mantissa: about 4 % of a product that sums random terms; e5m2 gradients twice that."""
+    """Two operands with 3 bits of mantissa: about 4 % of a matmul that sums random terms; e5m2 gradients twice that."""
     x, weight, dout = inputs(device, (64, 128, 96))
     wide, weight_wide, dout_wide = x.double(), weight.double(), dout.double()
     exact = [wide @ weight_wide.t(), dout_wide @ weight_wide, dout_wide.t() @ wide]

@@ -1,4 +1,4 @@
-"""Llama's MLP in 8 bits as one function: SwiGLU's kernels, the products, all gradients, against float64 and `fp8_linear`."""
+"""Llama's MLP in 8 bits as one function: SwiGLU's kernels, the matmuls, all gradients, against float64 and `fp8_linear`."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_what_is_not_finite_stays_so_and_zeros_are_zeros(device: str) -> None:
 def test_matmuls_are_those_of_the_fp8_operands(
     device: str, how: dict[str, Any], error: Callable[[Tensor, Tensor], float]
 ) -> None:
-    """Against the written-out MLP with products in float64, where only factors are rounded: off by no more than the
+    """Against the written-out MLP with matmuls in float64, where only operands are rounded: off by no more than the
     written-out one in bf16, doubled (fast accumulation on a GPU: four times)."""
     sizes = [(48, 32, 80), (16, 16, 16), *([(2048, 1024, 3008)] if device == "cuda" else [])]
     for size in sizes:

@@ -80,9 +80,9 @@ def test_the_longest_operators_are_told_with_their_time_and_how_often_they_ran()
     times = [piece["ms"] for piece in seen.longest]
     assert times == sorted(times, reverse=True)
     assert sum(times) <= sum(seen.breakdown_ms.values())
-    products = {piece["kind"]: piece for piece in seen.longest if piece["name"] == "aten::mm"}
-    assert products["matmul"]["ms"] <= seen.breakdown_ms["matmul"]
-    assert products["matmul"]["calls"] >= len(make_run().model.blocks)
+    matmuls = {piece["kind"]: piece for piece in seen.longest if piece["name"] == "aten::mm"}
+    assert matmuls["matmul"]["ms"] <= seen.breakdown_ms["matmul"]
+    assert matmuls["matmul"]["calls"] >= len(make_run().model.blocks)
 
 
 def test_a_kernel_counts_once_though_a_call_of_the_driver_bears_its_launchers_number() -> None:
@@ -99,13 +99,13 @@ def test_a_kernel_counts_once_though_a_call_of_the_driver_bears_its_launchers_nu
             time_range=span,
         )
 
-    kernel = SimpleNamespace(name="nvjet_product", duration=1000.0)
+    kernel = SimpleNamespace(name="nvjet_matmul", duration=1000.0)
     events = [
         event("Command Buffer Full", DeviceType.CPU, [kernel]),
         event("cuLaunchKernelEx", DeviceType.CPU, [kernel]),
         event("rush::cross_entropy", DeviceType.CPU, [kernel]),
-        event("nvjet_product", DeviceType.CUDA, [], 1000.0),
-        event("nvjet_product", DeviceType.CUDA, [], 3000.0),  # replayed: nobody's
+        event("nvjet_matmul", DeviceType.CUDA, [], 1000.0),
+        event("nvjet_matmul", DeviceType.CUDA, [], 3000.0),  # replayed: nobody's
     ]
     found = {(piece.kind, piece.ms, piece.calls) for piece in kernel_times(events, on_gpu=True)}
     assert found == {("loss", 1.0, 1), ("matmul", 3.0, 1)}

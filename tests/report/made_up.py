@@ -23,7 +23,7 @@ _PEAK, _CEILING = 989.4e12, 742e12
 # name, title, what it adds, tokens/s, GiB, micro, parity class, worst difference, claim
 _STEPS: list[tuple[str, str, Any, float, float, int, str, float, Table | None]] = [
     ("plain", "Plain fp32", [], 5_120, 25.1, 1, "EXACT", 0.0, None),
-    ("tf32", "TF32 matmuls", ["tf32"], 14_350, 25.1, 1, "CLOSE", 4e-5, {"metric": "matmul rate", "gain": 7.0, "regime": "fp32 products on an A100", "source": "invented for this test"}),
+    ("tf32", "TF32 matmuls", ["tf32"], 14_350, 25.1, 1, "CLOSE", 4e-5, {"metric": "matmul rate", "gain": 7.0, "regime": "fp32 matmuls on an A100", "source": "invented for this test"}),
     ("amp_bf16", "Mixed precision bf16", ["amp_bf16"], 19_800, 22.4, 1, "CLOSE", 8e-4, {"metric": "tokens_per_s", "gain": 2.5, "regime": "1B model, sequence 2048, batch 1, one A100", "source": "invented for this test"}),
     ("flash_attention", "FlashAttention", ["flash_attention"], 27_700, 20.2, 1, "CLOSE", 9e-4, {"metric": "tokens_per_s", "gain": 0.75, "regime": "after mixed precision, one A100", "source": "invented for this test"}),
     ("fused_adamw", "Fused AdamW", ["fused_adamw"], 33_900, 20.2, 1, "CLOSE", 9e-4, {"metric": "tokens_per_s", "gain": 0.10, "regime": "after FlashAttention, one A100", "source": "invented for this test"}),

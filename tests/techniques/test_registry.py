@@ -51,8 +51,8 @@ SIXTEEN_BITS = {
     "bf16_master": "bfloat16",
     "pure_bf16": "bfloat16",
 }
-# Weights and activations stay fp32; factors are rounded on their way into a product.
-FACTORS = {"fp16_matmul": "float16", "fp8": "float8", "int8_matmul": "int8"}
+# Weights and activations stay fp32; operands are rounded on their way into a matmul.
+CAST_OPERANDS = {"fp16_matmul": "float16", "fp8": "float8", "int8_matmul": "int8"}
 KNOBS = {
     "chunked_loss": "{name='chunked_loss', chunk_tokens=64}",
     "compile": "{name='compile', scope='block'}",
@@ -343,5 +343,5 @@ def test_it_learns_what_plain_fp32_learns(name: str) -> None:
     if registry()[name].parity is Parity.CHANGES:
         pytest.skip("what is learned differs by design")
     run, ours = tried(name)
-    verdict = compare(run, (SIXTEEN_BITS | FACTORS).get(name, "float32"), ours, plain(name))
+    verdict = compare(run, (SIXTEEN_BITS | CAST_OPERANDS).get(name, "float32"), ours, plain(name))
     assert verdict.verdict == "equal", verdict.why
