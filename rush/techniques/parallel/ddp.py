@@ -133,11 +133,11 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     )
 
 
-def _logged(seen: api.Observation) -> Mapping[str, Any]:
-    """What DistributedDataParallel logs of itself; empty where `fully_shard` does its work."""
+def _logged(seen: api.Observation) -> list[Mapping[str, Any]]:
+    """What DistributedDataParallel logs of itself, for each stage of a pipeline; empty where `fully_shard` does its work."""
     noted = seen.facts.noted(Replicas)
     wrapped: list[Any] = noted.wrapped if noted is not None else []
-    return wrapped[0]._get_ddp_logging_data() if wrapped else {}
+    return [each._get_ddp_logging_data() for each in wrapped]
 
 
 def _by_fully_shard(seen: api.Observation, knobs: api.Knobs, name: str) -> api.Proof | None:
@@ -151,10 +151,10 @@ def _by_fully_shard(seen: api.Observation, knobs: api.Knobs, name: str) -> api.P
 
 def _bucket_mb_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """DistributedDataParallel logs this bucket size; its buckets are no larger, but for single tensors."""
-    logged = _logged(seen)
-    cap = int(logged.get("bucket_cap_bytes", 0))
+    caps = sorted({int(logged.get("bucket_cap_bytes", 0)) for logged in _logged(seen)})
     return _by_fully_shard(seen, knobs, "bucket_mb") or api.Proof(
-        cap == int(knobs["bucket_mb"]) * 2**20, f"buckets of up to {cap:,} bytes: {_listed(_buckets(logged))}"
+        caps == [int(knobs["bucket_mb"]) * 2**20],
+        f"buckets of up to {_listed(caps)} bytes: {_listed(_buckets(seen))}",
     )
 
 
@@ -162,10 +162,11 @@ def _bucket_view_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """The profile shows copies of buckets to gradients if, and only if, those are no views."""
     if found := _by_fully_shard(seen, knobs, "bucket_view"):
         return found
-    views, copies = _logged(seen).get("gradient_as_bucket_view"), seen.ops.get(COPY, 0)
+    views = [logged.get("gradient_as_bucket_view") for logged in _logged(seen)]
+    copies, wanted = seen.ops.get(COPY, 0), knobs["bucket_view"]
     return api.Proof(
-        views == knobs["bucket_view"] and (copies == 0) == knobs["bucket_view"],
-        f"gradients {'are' if views else 'are not'} views of the buckets; {copies} copies to gradients",
+        set(views) == {wanted} and (copies == 0) == wanted,
+        f"gradients {'are' if views and all(views) else 'are not'} views of the buckets; {copies} copies to gradients",
     )
 
 
@@ -176,7 +177,7 @@ def _send_once_seen(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     steps = seen.ops.get(PASS, 0) / max(1, seen.micro_batches)
     # Only DistributedDataParallel's are asynchronous: the flag before the last argument.
     reduced = sum(n for call, n in seen.calls.get(ALL_REDUCE, {}).items() if call.values[-2] is True)
-    buckets, passes = len(_buckets(_logged(seen))), _local_passes(seen)
+    buckets, passes = len(_buckets(seen)), _local_passes(seen)
     each = reduced / steps if steps else 0.0
     return api.Proof(
         buckets > 0 and each == buckets * (1 if knobs["send_once"] else passes),
@@ -190,10 +191,13 @@ def _local_passes(seen: api.Observation) -> float:
     return seen.micro_batches / (len(pipeline.stages) if pipeline is not None else 1)
 
 
-def _buckets(logged: Mapping[str, Any]) -> list[int]:
+def _buckets(seen: api.Observation) -> list[int]:
     """Bytes of each, as rebuilt after the first step."""
-    sizes = str(logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or "")
-    return [int(size) for size in sizes.split(",") if size.strip()]
+    listed = (
+        str(logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or "")
+        for logged in _logged(seen)
+    )
+    return [int(size) for sizes in listed for size in sizes.split(",") if size.strip()]
 
 
 def _listed(sizes: list[int]) -> str:
