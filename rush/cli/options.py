@@ -85,8 +85,8 @@ def parse_options(words: list[str] | None) -> dict[str, str]:
 
 
 def is_override(word: str) -> bool:
-    """Whether it is KEY=VALUE; a file may have `=` in its path."""
-    return "=" in word and not os.path.exists(word)
+    """Whether it is KEY=VALUE; a file may have `=` in its path, and a folder of a sweep the name of an override."""
+    return "=" in word and not os.path.isfile(word)
 
 
 def with_data(overrides: list[str] | None, files: list[str] | None) -> list[str]:

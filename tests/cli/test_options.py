@@ -28,3 +28,15 @@ def test_a_recipe_may_have_an_equals_sign_in_its_path(
     assert ended.value.code == 2
     assert "batch.mikro" in err, err
     assert "more like it" not in err, err  # of which the path would be one, read as an override
+
+
+def test_a_folder_named_as_an_override_is_not_taken_for_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As the runs of a sweep may be."""
+    monkeypatch.chdir(tmp_path)
+    Path("batch.mikro=1").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", "batch.mikro=1"])
+    assert ended.value.code == 2
+    assert "batch.mikro is not a key of a recipe" in capfd.readouterr().err
