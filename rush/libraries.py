@@ -7,7 +7,10 @@ by the technique that causes it; all others are shown.
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import warnings
+from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 
@@ -33,6 +36,13 @@ def hush_matmul_fallback() -> None:
 def hush_tf32_advice() -> None:
     """Drop the compiler's advice to set TF32 globally. Whether fp32 matmuls use it is the technique `tf32`'s to say."""
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
+
+
+def silence_stderr() -> None:
+    """Discard what is written to the standard error from here on: destructors of a broken device's events warn, one by one."""
+    with suppress(OSError):
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def hush(logger: str, *phrases: str) -> None:

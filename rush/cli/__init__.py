@@ -47,10 +47,9 @@ from rush.cli.shutdown import (
     first_line,
     install_exception_hooks,
     log_unexpected,
-    silence_stderr,
 )
 from rush.errors import MachineError, Outage, RushError
-from rush.libraries import hush_matmul_fallback
+from rush.libraries import hush_matmul_fallback, silence_stderr
 from rush.version import __version__
 
 app = typer.Typer(

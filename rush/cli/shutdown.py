@@ -55,13 +55,6 @@ def exit_before_finalization() -> ExitStatus:
     return status
 
 
-def silence_stderr() -> None:
-    """Discard what is written to the standard error from here on: destructors of a broken device's events warn, one by one."""
-    with suppress(OSError):
-        sys.stderr.flush()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
 def set_reporter(reporter: Reporter) -> None:
     """Replace the reporter of exceptions that no caller can catch."""
     global _report

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rush.errors import MachineError, RankLost, RecipeError, RushError
+from rush.errors import CannotWrite, MachineError, RankLost, RecipeError, RushError
 from rush.parallel.ranks import AXES, LABEL_AXES, Ranks
 from rush.parallel.rendezvous import agree, connect_store, started_rank, started_world
 from rush.parallel.shared_gpu import gather_through_host
@@ -115,11 +115,14 @@ def join(
             yield Ranks(rank, world, mesh, PrefixStore("rush", store), labels, watchdog, forced)
             _leave(PrefixStore("leaving", store), rank, world, timeout_s)
         clean = True
-    except (RushError, KeyboardInterrupt):
-        clean = True  # all ranks exit in the same way, or torchrun ends the others
+    except (RushError, KeyboardInterrupt) as error:
+        clean = True
+        if isinstance(error, CannotWrite):  # any other ends all ranks in the same way
+            watchdog.claim_report()
         raise
-    except RuntimeError as error:
+    except (Exception, SystemExit) as error:
         if not lost(error):
+            watchdog.claim_report()
             raise
         watchdog.exit_if_reported()
         who = "another rank, which was killed or failed (look for its message)"

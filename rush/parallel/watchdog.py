@@ -7,6 +7,9 @@ collective does not end within the limit reads the heartbeats of the others: one
 late, one whose heartbeat stands still is stopped or gone. It reports that rank, and all exit; a stopped process on the same
 machine is killed, since it cannot exit by itself. This uses no collective, and no step waits for it.
 
+A rank that fails alone says so in the store, and leaves once the others have read it: they exit without a message of their
+own.
+
 Slow work is no hang: a rank that waits for nothing is never judged by its own slowness. Waits outside of collectives are
 declared by the code that waits (`Wait`).
 """
@@ -30,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rush.errors import RankLost
+from rush.libraries import silence_stderr
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -40,6 +44,7 @@ BEATS = 6
 LONGEST_BEAT_S = 5.0
 GRACE_S = 10.0
 """How long a rank may still be printing its last message after the store is gone."""
+POLL_S = 0.05
 LOOK_BEATS = 3
 """Heartbeats between two readings: a rank without a new one is silent."""
 
@@ -92,6 +97,8 @@ class Watchdog:
         self._store, self._rank, self._world, self._limit_s = store, rank, world, limit_s
         self._beat_s = min(LONGEST_BEAT_S, limit_s / BEATS)
         self._beat = 0
+        self._given_up = False
+        """Whether another rank has failed, and this one only stays until that has been reported."""
         self._main = threading.main_thread().ident
         self._wait: tuple[Wait, int] | None = None
         self._wait_numbers = itertools.count()
@@ -125,7 +132,7 @@ class Watchdog:
     def exit_if_reported(self) -> None:
         """Exit without a message where a late rank was reported already: by this rank, whose thread ends the process, or by
         another, whose exit is what was noticed."""
-        if self.reported:
+        if self.reported or self._given_up:
             self._thread.join()
         with suppress(RuntimeError):
             if not self.store_is_silent and self._store.check(["reporter"]):
@@ -135,6 +142,13 @@ class Watchdog:
         """This rank has failed and reports why: the others, which will lose it, exit without a message."""
         with suppress(RuntimeError):
             self._store.compare_set("reporter", "", str(self._rank))
+            self._store.set(f"knows/{self._rank}", "")
+            self._store.set("failed", "")
+            if self._rank == 0:  # it may host the store
+                others = [f"knows/{other}" for other in range(1, self._world)]
+                deadline = time.monotonic() + 2 * self._beat_s
+                while time.monotonic() < deadline and not self._store.check(others):
+                    time.sleep(POLL_S)
 
     def _run(self) -> None:
         waited_for, since = "", time.monotonic()
@@ -146,15 +160,27 @@ class Watchdog:
                     waited_for, since = mine.waits_for, time.monotonic()
                 if self._store.check(["found"]):
                     self._exit(json.loads(self._store.get("found")))
+                if self._store.check(["failed"]):
+                    self._give_up()
                 if time.monotonic() - since > self._limit_s - LOOK_BEATS * self._beat_s:
                     self._look_around(mine)
                     since = time.monotonic()
             except RuntimeError:
                 # Rank 0 or the launcher, which hosts the store, is gone: the run cannot continue.
-                if self.reported or not self._ended.wait(GRACE_S):
+                if self.reported or self._given_up or not self._ended.wait(GRACE_S):
                     os._exit(RankLost.exit_code)
                 return
             self._asked = math.inf
+
+    def _give_up(self) -> None:
+        """Exit without a message, but after the rank that failed: a launcher ends all ranks with the first that exits."""
+        self._given_up = True
+        silence_stderr()  # torch's, once the store is gone
+        self._store.set(f"knows/{self._rank}", "")
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline and self._store.check(["failed"]):
+            time.sleep(POLL_S)
+        os._exit(RankLost.exit_code)
 
     def _write(self) -> Heartbeat:
         self._beat += 1

@@ -94,8 +94,6 @@ def reporting_failures(status: RunStatus) -> Iterator[None]:
     try:
         yield
     except CannotWrite as error:
-        if status.ranks.watchdog is not None:
-            status.ranks.watchdog.claim_report()
         raise _cannot_write(error, status) from error
     except Diverged as error:
         _record_identifiers(error, status, [])
@@ -103,8 +101,6 @@ def reporting_failures(status: RunStatus) -> Iterator[None]:
     except RushError:
         raise
     except (Exception, SystemExit) as error:
-        if status.ranks.watchdog is not None:
-            status.ranks.watchdog.claim_report()
         raise failure_message(error, status) from error
 
 
