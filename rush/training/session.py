@@ -21,6 +21,7 @@ import torch
 from rush.checkpoint.saver import Saver
 from rush.errors import Diverged, Drifted, RushError
 from rush.hardware import memory_in_use
+from rush.parallel import Ranks
 from rush.parallel.process_group import lost
 from rush.parallel.replica_check import check_replicas
 from rush.recipe import Recipe
@@ -118,7 +119,7 @@ class Session:
         row: MetricsRow = {"step": done}
         began, first_tokens = time.perf_counter(), tokens
         try:
-            with _graceful_stop() as stop:
+            with _graceful_stop(self.run.ranks) as stop:
                 running: _Running | None = None
                 for step in range(done + 1, int(min(total, self.until)) + 1):
                     started = self._start(step, stop.asked or self.saver.failed, running)
@@ -368,8 +369,12 @@ class _Stop:
 
 
 @contextmanager
-def _graceful_stop() -> Iterator[_Stop]:
-    """Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; a second Ctrl-C ends it at once."""
+def _graceful_stop(ranks: Ranks) -> Iterator[_Stop]:
+    """Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; a second Ctrl-C ends it at once.
+
+    Rank 0 of several ignores SIGTERM from then on: a launcher sends it as soon as another rank has exited, while rank 0 still
+    writes the page and says how the run ended.
+    """
     stop = _Stop()
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -382,8 +387,9 @@ def _graceful_stop() -> Iterator[_Stop]:
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     except ValueError:  # signals belong to the main thread; elsewhere the caller decides how to stop
         before = {}
+    last = ranks.main and not ranks.alone
     try:
         yield stop
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if last and number == signal.SIGTERM else handler)

@@ -30,7 +30,8 @@ CASES: list[tuple[str, dict[str, int], tuple[str, ...]]] = [
 def test_a_family_learns_the_same_on_two_ranks(
     size: str, layout: dict[str, int], more: tuple[str, ...]
 ) -> None:
-    named = (f"model.name={size}", *more)
+    # Adam's first update of a weight without a gradient to speak of is a matter of its last bits, unless eps is larger.
+    named = (f"model.name={size}", "optimizer.eps=1e-5", *more)
     reference = on_ranks(1, learn, "llama", {}, (), 2, "", named)[0]
     found = on_ranks(2, learn, "llama", layout, (), 2, "", named)
     if "pp" in layout:  # each rank has the gradients of its blocks
@@ -38,7 +39,7 @@ def test_a_family_learns_the_same_on_two_ranks(
         found = [ours | {"gradients": whole} for ours in found]
     for ours in found:
         apart = furthest(ours, reference)
-        assert max(apart.values()) < 1e-5, apart
+        assert max(apart.values()) < 3e-6, apart
 
 
 def test_heads_that_are_normalized_together_are_not_sharded() -> None:
