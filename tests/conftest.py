@@ -47,6 +47,16 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+SLOW_S = 1200
+"""Limit of a slow test without one of its own: other tests on the same cores stretch it."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_S))
+
+
 def pytest_collection_finish() -> None:
     """What is there by now stays: without it, every full garbage collection of a test looks through a million objects."""
     gc.collect()

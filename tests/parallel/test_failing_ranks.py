@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from rush.errors import RankLost
 from rush.records.checkpoint_store import verify
 from rush.records.run_folder import RunFolder
 from tests.fresh_cache import fresh_cache
+from tests.parallel.fault_work import Fault
 from tests.parallel.fault_work import train as forked
 from tests.training.small_runs import rows, rush, small_recipe, write_corpus
 
@@ -74,6 +76,18 @@ def test_where_one_rank_fails_it_reports_itself_and_the_others_exit_silently(
         in said
     )
     assert "restarting all ranks" not in said
+
+
+def test_where_rank_0_fails_alone_it_stays_until_the_others_know(recipe: Path, tmp_path: Path) -> None:
+    """It hosts the store: without it the others would report that they lost it, each with torch's stack."""
+    out, cache = tmp_path / "run", fresh_cache(recipe.parent / "cache")
+    line = [recipe, "layout.ddp=2", "run.timeout_s=30.0", "--out", out]
+    fault = Fault("crashed", 0, 3)
+    ended = forked(line, tmp_path / "log", fault=fault, more={"RUSH_CACHE": str(cache)})
+    assert ended.codes == [1, RankLost.exit_code], ended.said
+    assert ended.said.count("error") == 1, ended.said
+    assert "failed with ValueError: a bug in a rank." in ended.said
+    assert "TCPStore" not in ended.said
 
 
 @pytest.mark.slow

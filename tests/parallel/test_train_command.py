@@ -179,8 +179,9 @@ def test_under_torchrun_one_message_is_printed_and_all_ranks_exit(recipe: Path, 
     assert "exitcode  : 2" in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [(), ("layout.ddp=1", "layout.pp=2")])
+@pytest.mark.parametrize(
+    "layout", [(), pytest.param(("layout.ddp=1", "layout.pp=2"), marks=pytest.mark.slow)]
+)
 def test_ranks_that_are_asked_to_stop_end_after_the_same_step_with_a_checkpoint(
     layout: tuple[str, ...], recipe: Path, tmp_path: Path, started: list[Run]
 ) -> None:
