@@ -381,7 +381,6 @@ def test_an_unknown_kernel_is_refused_with_the_nearest(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_surroundings")
 def test_a_kernel_with_a_side_in_cpp_is_timed_on_a_cpu(tmp_path: Path) -> None:
     if reason := cpu.cannot_run():
         pytest.skip(f"kernels for a CPU cannot run here: {reason}")
@@ -400,7 +399,6 @@ def test_a_kernel_with_a_side_in_cpp_is_timed_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_surroundings")
 def test_a_bench_on_a_cpu_checks_ours_times_torch_and_resumes(tmp_path: Path) -> None:
     record = kernel_bench.bench_kernels(["rmsnorm"], tmp_path, quick=True, device="cpu")
     assert record == read_kernels(tmp_path)

@@ -142,14 +142,14 @@ def test_a_stopped_or_crashed_rank_is_ended_and_the_run_resumes_to_the_same_bits
     started.append(process)
     victim = strike(process, out, rank, 9, number, set())
     began = time.monotonic()
-    until(lambda: not victim.is_running(), limit_s=60)
+    until(lambda: not victim.is_running(), limit_s=120)
     seconds = time.monotonic() - began
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
     assert outcome(out, STEPS) == outcome(undisturbed, STEPS)
     if number == signal.SIGSTOP:
         assert f"rank {rank} did not join it and sends no heartbeat (it is stopped)" in said
-        assert seconds < 45, "the time-out, and what a busy machine adds"
+        assert seconds < 80, "after run.timeout_s (30 s), not by the time limit of torch, a minute later"
     else:
         assert "rank 1 was ended by SIGSEGV; restarting all ranks" in said
 

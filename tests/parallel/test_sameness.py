@@ -187,18 +187,17 @@ def test_an_error_on_one_rank_is_raised_on_all(axis: str, techniques: tuple[str,
     assert first["weights"] == second["weights"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout", "technique"),
     [
         ("gpt2", {"ddp": 2}, "accumulate"),
-        ("gpt2", {"fsdp": 2}, "accumulate"),
-        ("gpt2", {"ddp": 2}, "lora"),
-        ("llama", {"ddp": 2}, "fused_projections"),
-        ("llama", {"ddp": 2}, "compile"),
-        ("llama", {"fsdp": 2}, "{name='compile', scope='block'}"),
-        ("gpt2", {"fsdp": 2}, "checkpoint_selective"),
-        ("llama", {"ddp": 2, "fsdp": 2}, "fused_adamw"),
+        pytest.param("gpt2", {"fsdp": 2}, "accumulate", marks=pytest.mark.slow),
+        pytest.param("gpt2", {"ddp": 2}, "lora", marks=pytest.mark.slow),
+        pytest.param("llama", {"ddp": 2}, "fused_projections", marks=pytest.mark.slow),
+        pytest.param("llama", {"ddp": 2}, "compile", marks=pytest.mark.slow),
+        pytest.param("llama", {"fsdp": 2}, "{name='compile', scope='block'}", marks=pytest.mark.slow),
+        pytest.param("gpt2", {"fsdp": 2}, "checkpoint_selective", marks=pytest.mark.slow),
+        pytest.param("llama", {"ddp": 2, "fsdp": 2}, "fused_adamw", marks=pytest.mark.slow),
     ],
 )
 def test_a_technique_does_the_same_on_ranks_as_on_one(

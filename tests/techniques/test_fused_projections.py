@@ -166,9 +166,8 @@ def assert_near(ours: Tensor | None, theirs: Tensor, name: str) -> None:
 )
 def test_it_compiles_with_others(techniques: list[str]) -> None:
     sixteen = "amp_bf16" in techniques
-    run, ours = assert_equal_and_proved(
-        *techniques, dtype="bfloat16" if sixteen else "float32", overrides=SHORT if sixteen else SMALL
-    )
+    dtype = "bfloat16" if sixteen else "float8" if "fp8" in techniques else "float32"
+    run, ours = assert_equal_and_proved(*techniques, dtype=dtype, overrides=SHORT if sixteen else SMALL)
     assert ours.seen is not None
     assert ours.seen.compiled.graph_breaks == 0
     (batch,) = one_batch(run)

@@ -17,14 +17,25 @@ from rush.data import Batch
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
     factor = int(knobs["factor"])
+    last_batch = True
+
+    def told(last: bool) -> None:
+        nonlocal last_batch
+        last_batch = last
 
     def split(inner: api.Pass) -> api.Pass:
         def passes(batch: Batch, loss_scale: Tensor) -> Tensor:
-            return torch.stack([inner(part, loss_scale) for part in batch.split(factor)]).sum()
+            last, parts, losses = last_batch, batch.split(factor), []
+            for part in parts:
+                for hook in build.before_pass:  # what is sent once per step is sent with the last part
+                    hook(last and part is parts[-1])
+                losses.append(inner(part, loss_scale))
+            return torch.stack(losses).sum()
 
         return passes
 
     build.pass_wrappers.append(split)
+    build.before_pass.append(told)
 
 
 def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:

@@ -12,15 +12,13 @@ then fsdp does the communication. With cp, the ranks that share a sample reduce 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 import rush.techniques.api.contract as api
-from rush.data import Batch
 from rush.errors import RecipeError
 from rush.models import Decoder
 from rush.recipe import Recipe
@@ -61,7 +59,6 @@ def replicate(build: api.Build, knobs: api.Knobs) -> None:
     # the buckets stay. (There are none.)
     fixed = build.recipe.run.deterministic and mesh.size() > 2
     made = build.facts.note(Replicas()).wrapped
-    last = True
 
     def wrap(model: Decoder) -> nn.Module:
         made.append(
@@ -76,29 +73,13 @@ def replicate(build: api.Build, knobs: api.Knobs) -> None:
         )
         return made[-1]
 
-    def told(is_last: bool) -> None:
-        nonlocal last
-        last = is_last
-
-    @contextmanager
-    def quiet() -> Iterator[None]:
-        if last or not knobs["send_once"]:
-            yield
-        else:
-            with made[0].no_sync():
-                yield
-
-    def around(inner: api.Pass) -> api.Pass:
-        def passes(batch: Batch, loss_scale: Tensor) -> Tensor:
-            with quiet():
-                return inner(batch, loss_scale)
-
-        return passes
+    def reduce_with(last: bool) -> None:
+        for each in made:
+            each.require_backward_grad_sync = last or not knobs["send_once"]
 
     build.wrap = wrap
     build.averaged_over = mesh.size()
-    build.before_pass.append(told)
-    build.pass_wrappers.append(around)
+    build.before_pass.append(reduce_with)
 
 
 def check_sizes(recipe: Recipe, knobs: api.Knobs) -> None:
