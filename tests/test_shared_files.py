@@ -46,6 +46,9 @@ class Home:
             "HOME": str(self.folder),
             "USER": USER,
             "LOGNAME": USER,
+            "PYTHONPYCACHEPREFIX": str(
+                folder / "bytecode"
+            ),  # of the technique, beside which Python would put it
         }
         self.environment.pop("RUSH_CACHE", None)
         corpus = write_corpus(self.project / "corpus").relative_to(self.project)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -12,6 +13,8 @@ from tests.documented.runner import run
 from tests.documented.scene import make_models, set_scene
 
 if __name__ == "__main__":
+    # In the background of a shell Ctrl-C is ignored, also by what is started here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp())
     variables = make_environment(folder)
     make_models(folder, variables)

@@ -80,7 +80,10 @@ def _until(process: subprocess.Popen[str], reached: Callable[[], bool], limit_s:
             return f"it had not begun after {limit_s:g} s"
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
-    code = process.wait(60)
+    try:
+        code = process.wait(60)
+    except subprocess.TimeoutExpired:
+        return "it was still running 60 s after Ctrl-C"
     return None if code in (0, INTERRUPTED, -signal.SIGINT) else f"exit code {code} after Ctrl-C"
 
 

@@ -32,7 +32,6 @@ def test_ladders_at_a_limit_vary_only_the_batch_and_checkpointing(name: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_under_a_real_limit_the_plain_batch_runs_out_and_the_checkpointed_one_runs(tmp_path: Path) -> None:
     text = json.dumps([str(write_to(tmp_path / "text") / "*.txt")])
     changes = ["data.source=files", f"data.files={text}", "data.vocab_size=320", "data.validation=0.2"]

@@ -162,11 +162,13 @@ def test_techniques_that_make_the_winner_unusable_are_removed_and_the_rest_wins(
 def test_what_a_search_of_another_model_left_behind_leads_no_search_astray(tmp_path: Path) -> None:
     for model in MODELS:
         folder = tmp_path / model
-        found = rehearse(load_recipe(model), folder, player=Player(Clock()), cache=tmp_path / "cache")
+        # Long enough to time single techniques, too: of a planned recipe as a whole nothing is remembered.
+        found = rehearse(load_recipe(model), folder, 1800.0, Player(Clock()), tmp_path / "cache")
         assert of_fast(found) >= 0.99
-    # Once more, with what the first search of this model remembers: from plain fp32, where all is still to be put on.
+    # Once more, with what the first search of this model remembers: from plain fp32, where all is still to be put on. Eight
+    # minutes go to fp32 itself.
     plain = load_recipe(model, ["techniques=[]"])
-    again = rehearse(plain, tmp_path / "again", player=Player(Clock()), cache=tmp_path / "cache")
+    again = rehearse(plain, tmp_path / "again", 1200.0, Player(Clock()), tmp_path / "cache")
     assert again.record["known"]
     assert of_fast(again) >= 0.99
 
