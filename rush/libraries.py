@@ -39,7 +39,8 @@ def hush_tf32_advice() -> None:
 
 
 def silence_stderr() -> None:
-    """Discard what is written to the standard error from here on: destructors of a broken device's events warn, one by one."""
+    """Discard what is written to the standard error from here on, by a process that has said all: destructors of a broken device's
+    events warn one by one, and a store that is gone prints torch's stack."""
     with suppress(OSError):
         sys.stderr.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -46,9 +46,8 @@ class Home:
             "HOME": str(self.folder),
             "USER": USER,
             "LOGNAME": USER,
-            "PYTHONPYCACHEPREFIX": str(
-                folder / "bytecode"
-            ),  # of the technique, beside which Python would put it
+            # Python would put the bytecode of a technique beside it.
+            "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
         }
         self.environment.pop("RUSH_CACHE", None)
         corpus = write_corpus(self.project / "corpus").relative_to(self.project)

@@ -43,8 +43,9 @@ BEATS = 6
 """Heartbeats within the limit, at least."""
 LONGEST_BEAT_S = 5.0
 GRACE_S = 10.0
-"""How long a rank may still be printing its last message after the store is gone."""
+"""How long a rank may still be printing its last message after it has failed, or after the store is gone."""
 POLL_S = 0.05
+"""Between two looks into the store, while ranks leave."""
 LOOK_BEATS = 3
 """Heartbeats between two readings: a rank without a new one is silent."""
 
@@ -175,7 +176,7 @@ class Watchdog:
     def _give_up(self) -> None:
         """Exit without a message, but after the rank that failed: a launcher ends all ranks with the first that exits."""
         self._given_up = True
-        silence_stderr()  # torch's, once the store is gone
+        silence_stderr()
         self._store.set(f"knows/{self._rank}", "")
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and self._store.check(["failed"]):
