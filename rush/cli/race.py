@@ -73,7 +73,7 @@ def race(
 
       rush race tiny tiny optimizer.lr=4e-3
 
-      rush race gpt2-124m-fast gpt2-124m-fp8 --tokens 80_000_000 --seeds 3
+      rush race schedule.warmup=0.05 gpt2-124m-fast gpt2-124m-fp8 --tokens 80_000_000 --seeds 3
 
       rush race schedule.warmup=10 tiny tiny techniques+=chunked_loss tiny optimizer.beta2=0.99 --budget 10m
 

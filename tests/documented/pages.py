@@ -46,6 +46,8 @@ class Command:
     line: str
     """As typed, without its comment."""
     mark: Mark | None
+    block: int = 0
+    """Which block of its page it stands in; the rows of a table are one."""
 
     def has(self, kind: str) -> bool:
         return self.mark is not None and kind in self.mark.kinds
@@ -67,16 +69,17 @@ class Command:
 
 def commands(page: Path) -> list[Command]:
     """The commands of a page in their order."""
-    found, unused = [], []
+    found, unused, block = [], [], 0
     pending: list[Mark] = []
     for part in PART.finditer(page.read_text("utf-8")):
         if part["marks"] is not None:
             pending = [_mark(line, page) for line in part["marks"].splitlines() if line.strip()]
             unused += pending
             continue
+        block += bool(part["block"])
         for line in _lines(part["block"]) if part["block"] else _inline(part["row"], page):
             mark = next((one for one in pending if line.startswith(one.start)), None)
-            found.append(Command(page, line, mark))
+            found.append(Command(page, line, mark, block))
             unused = [one for one in unused if one is not mark]
         if part["block"]:
             pending = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,17 @@ def _of(page: Path, *, gpu: bool) -> list[Command]:
     return [one for one in commands(page) if not one.has("not") and one.has("gpu") == gpu]
 
 
-def _execute(page: Path, made: tuple[Path, dict[str, str]], tmp_path: Path, *, gpu: bool) -> list[str]:
+def _gpu_blocks() -> list[object]:
+    """A block is what someone types in one go, and stands for itself: a page of them is too long for one worker."""
+    return [
+        pytest.param(list(block), id=f"{_name(page)}-{number}")
+        for page in WITH_COMMANDS
+        for number, block in groupby(_of(page, gpu=True), key=lambda one: one.block)
+    ]
+
+
+def _execute(chosen: list[Command], made: tuple[Path, dict[str, str]], tmp_path: Path) -> list[str]:
     folder, variables = made
-    chosen = _of(page, gpu=gpu)
     set_scene(tmp_path, folder, chosen)
     results = [run(command, tmp_path, variables) for command in chosen]
     return [f"{one.command.to_run}: {one.problem}\n{one.output[-2000:]}" for one in results if one.problem]
@@ -48,17 +57,17 @@ def _execute(page: Path, made: tuple[Path, dict[str, str]], tmp_path: Path, *, g
 def test_every_command_of_a_page_runs_as_typed(
     page: Path, made: tuple[Path, dict[str, str]], tmp_path: Path
 ) -> None:
-    assert _execute(page, made, tmp_path, gpu=False) == []
+    assert _execute(_of(page, gpu=False), made, tmp_path) == []
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize("page", [page for page in WITH_COMMANDS if _of(page, gpu=True)], ids=_name)
-def test_every_command_of_a_page_that_needs_a_gpu_runs_there(
-    page: Path, made: tuple[Path, dict[str, str]], tmp_path: Path
+@pytest.mark.parametrize("block", _gpu_blocks())
+def test_every_command_that_needs_a_gpu_runs_there(
+    block: list[Command], made: tuple[Path, dict[str, str]], tmp_path: Path
 ) -> None:
     with card_share():
-        assert _execute(page, made, tmp_path, gpu=True) == []
+        assert _execute(block, made, tmp_path) == []
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=_name)

@@ -8,7 +8,7 @@ import torch
 
 LONG = {
     "test_llama_3_2_1b_fp8_lives_in_its_whole_depth",
-    "test_every_command_of_a_page_that_needs_a_gpu_runs_there",
+    "test_every_command_that_needs_a_gpu_runs_there",
     "test_a_ready_recipe_lives_on_a_gpu",
 }
 """Tests of minutes that wait for a share of the card. One worker with all of them would be the last for a long time."""

@@ -80,6 +80,8 @@ class CudnnCore(nn.Module):
         """Whether the kernel handles grouped-query attention."""
         self.deterministic = deterministic
         """Whether the backward pass is our deterministic one."""
+        if deterministic:
+            import rush.kernels.flash_attention  # noqa: F401  (defines the operator that the backward pass calls)
 
     def forward(
         self,
@@ -100,8 +102,6 @@ class CudnnCore(nn.Module):
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
     grouped, deterministic = knobs["heads"] == "grouped", build.recipe.run.deterministic
-    if deterministic:
-        import rush.kernels.flash_attention  # noqa: F401  (defines the operator that the backward pass calls)
     set_attention_core(build.model, lambda form: CudnnCore(grouped, deterministic, form))
 
 

@@ -11,6 +11,7 @@ and loss only: it has no RoPE, and Liger no GELU without a gate.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -95,6 +96,12 @@ class LigerKernels:
 def apply(build: api.Build, knobs: api.Knobs) -> None:
     # The compiler cannot tell which inputs some of the library's kernels write, and copies them all: slower, and right.
     hush("torch._dynamo", "Encountered an exception in identify_mutated_tensors")
+    # Its SwiGLU asks a cached function for the GPU's generation, and the compiler warns that it traces through the cache.
+    warnings.filterwarnings(
+        "ignore",
+        r"Dynamo detected a call to a `functools\.lru_cache`-wrapped function at 'swiglu",
+        UserWarning,
+    )
     chosen = _chosen(str(knobs["parts"]))
     model, expected = build.model, []
     blocks: Iterable[Any] = model.blocks
