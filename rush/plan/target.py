@@ -16,10 +16,10 @@ from rush.hardware.catalog import CATALOG, Datasheet
 from rush.hardware.links import LINKS, SERVERS
 from rush.hardware.machine import Cpu, Device, Machine
 
-DERATING = {"float32": 0.76, "tf32": 0.76, "float16": 0.70, "bfloat16": 0.74, "float8": 0.65, "int8": 0.65}
-"""Measured ceiling over datasheet peak on the H200s under `results/` (51/67, 380/495, 665/989, 735/989, 1280/1979); used
-for every accelerator that was not measured. Chips that are not power-limited reach more (an A100 about 0.8). int8 was not
-measured: as fp8, an assumption."""
+DERATING = {"float32": 0.76, "tf32": 0.76, "float16": 0.70, "bfloat16": 0.74, "float8": 0.65, "int8": 0.48}
+"""Measured ceiling over datasheet peak on the H200s under `results/` (51/67, 380/495, 665/989, 735/989, 1280/1979; int8 by
+cuBLAS, 949/1979); used for every accelerator that was not measured. Chips that are not power-limited reach more (an A100 about
+0.8)."""
 BANDWIDTH_DERATING = 0.87
 """Measured copy rate over datasheet bandwidth: 4.18 of 4.8 TB/s."""
 BETTER = {

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import shutil
 from itertools import groupby
 from pathlib import Path
 
@@ -24,11 +28,19 @@ def _name(page: Path) -> str:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A fresh environment, and what the scenes are made of."""
-    folder = tmp_path_factory.mktemp("fresh")
-    variables = make_environment(folder)
-    make_models(folder, variables)
-    return folder, variables
+    """A fresh environment, and what the scenes are made of: one for all workers, so that they share what they prepare."""
+    here = tmp_path_factory.getbasetemp()
+    folder = (here.parent if "PYTEST_XDIST_WORKER" in os.environ else here) / "fresh"
+    told = folder.with_suffix(".json")
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not told.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            variables = make_environment(folder)
+            make_models(folder, variables)
+            told.write_text(json.dumps(variables))
+    return folder, json.loads(told.read_text())
 
 
 def _of(page: Path, *, gpu: bool) -> list[Command]:
@@ -83,8 +95,6 @@ def test_most_commands_are_run_and_a_command_without_a_mark_is() -> None:
 
 
 def test_a_command_that_fails_is_seen(tmp_path: Path) -> None:
-    import os
-
     variables = dict(os.environ)
     page = ROOT / "README.md"
     for line in ("exit 3", "echo 'Traceback (most recent call last)'"):

@@ -302,4 +302,5 @@ def test_int8_units_are_faster_than_bf16(device: str) -> None:
         samples = matmul("cuda", dtype)
         assert not isinstance(samples, str), samples
         rates[dtype] = max(sample.rate for sample in samples)
-    assert rates["int8"] > 1.3 * rates["bfloat16"], rates
+    # Not the datasheet's factor of two: 949 against 793 TFLOP/s is what cuBLAS reaches on an H200.
+    assert rates["int8"] > 1.1 * rates["bfloat16"], rates
