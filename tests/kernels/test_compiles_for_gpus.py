@@ -28,23 +28,26 @@ NEEDS_HOPPER = {"fp8_linear bf16", "fp8_mlp bf16", "linear_cross_entropy fp8"}
 
 STACK_BYTES = {
     "attention bf16 128 documents: flash_dkdv_tiles": 128,
-    "attention bf16 128 documents: flash_forward_tiles": 128,
+    "attention bf16 128 documents: flash_forward_tiles": 160,
     "attention bf16 128: flash_dkdv_tiles": 16,
-    "attention bf16 256 documents: flash_dkdv_tiles": 64,
+    "attention bf16 128: flash_forward_tiles": 72,
+    "attention bf16 256 documents: flash_dkdv_tiles": 72,
     "attention bf16 256 documents: flash_dq_tiles": 16,
     "attention bf16 256 documents: flash_forward_tiles": 16,
     "attention bf16 256: flash_dkdv_tiles": 32,
     "attention bf16 256: flash_dq_tiles": 16,
     "attention bf16 64 documents: flash_forward_tiles": 16,
-    "attention fp32 128: flash_dq_tiles": 256,
+    "attention fp32 256: flash_dq_tiles": 176,
     "attention fp32 64: flash_dkdv_tiles": 32,
     "cross_entropy fp32: cross_entropy_forward_kernel": 16,
     "cross_entropy_ fp16: cross_entropy_forward_kernel": 16,
+    "rope fp16 80: rope_kernel": 8,
 }
 """What a thread may keep outside its registers; everywhere else nothing. These were found by compiling, rounded up, and
-must not grow. Some come from one compiler or one GPU only: the first is 40 bytes by Triton 3.9 for Hopper, 112 by 3.6,
-8 for Ampere. The second grew from 16 with the tiles that were fastest on an H200 without documents; the last one with the
-kernel that halved the loss's time."""
+must not grow with the Tritons of the locks, 3.6 and 3.7.1. Another compiler may keep less: by 3.9, with which this list began,
+the forward pass of head dim 128 had none. Its tiles were measured, with 3.6, as the fastest on an H200. Some come from one GPU
+only: the first is 48 and 64 bytes for Hopper, 8 for Ampere; the last is Ampere's. The loss kernels' came with the one that halved
+their time."""
 
 NARROW_LOADS = {
     "rmsnorm_forward_kernel": 0,

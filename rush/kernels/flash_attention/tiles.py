@@ -127,6 +127,8 @@ OLDER: dict[Part, Tiles] = {"forward": Tiles(64, 64), "dq": Tiles(64, 32), "dkdv
 OLDER_WIDE: dict[Part, Tiles] = {"forward": Tiles(64, 16), "dq": Tiles(32, 16), "dkdv": Tiles(16, 32)}
 # fp32 matmuls do not use the tensor cores here: the fp32 units compute them exactly.
 FP32: dict[Part, Tiles] = {part: Tiles(16, 16, warps=4, stages=1) for part in PARTS}
+FP32_WIDE: dict[Part, Tiles] = {part: Tiles(16, 16, warps=8, stages=1) for part in PARTS}
+"""From head dim 128 on: by four warps, a thread's share of a tile does not fit into its registers."""
 # Small enough that short sequences have several, large enough that there are few: the interpreter is slow by the tile.
 INTERPRETED: dict[Part, Tiles] = {"forward": Tiles(64, 32), "dq": Tiles(64, 64), "dkdv": Tiles(64, 64)}
 
@@ -136,7 +138,7 @@ def choose(part: Part, head_dim: int, dtype: torch.dtype, device: torch.device) 
     if support.INTERPRETED:
         return INTERPRETED[part]
     if dtype == torch.float32:
-        return FP32[part]
+        return (FP32_WIDE if head_dim >= 128 else FP32)[part]
     if torch.cuda.get_device_capability(device) == (9, 0):
         return HOPPER[part, max(head_dim, 64)][0]
     return OLDER_WIDE[part] if head_dim == WIDE else OLDER[part]
