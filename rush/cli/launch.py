@@ -137,7 +137,7 @@ def launch(
         check_nodes(chosen, nodes, gpus_per_node)
         if not chosen.auto:  # otherwise the ranks choose the micro batch first
             check_recipe(chosen)
-    label = name or short_name(recipe)
+    label = short_name(recipe) if name is None else name
     settings: dict[str, Any] = {
         "name": label,
         "recipe": chosen,
@@ -152,7 +152,7 @@ def launch(
         "container": container,
         "venv": venv,
         "torchrun": torchrun,
-        "image": image or "rush:latest",
+        "image": "rush:latest" if image is None else image,
         "namespace": namespace,
         "storage": storage,
         "storage_class": storage_class,
@@ -178,7 +178,8 @@ def launch(
         local = f"{SHARED}/runs/{label}" if place.keeps_runs else f"$HOME/rush/runs/{label}"
     words = [names[Path(recipe).resolve()] if recipe.endswith(".toml") else recipe, *changes]
     words += [word for path in files for word in ("--technique", names[path])]
-    folder = run or (f"/shared/runs/{label}" if k8s else local)
+    default = f"/shared/runs/{label}" if k8s else local
+    folder = default if run is None else run
     job = Job(**settings, words=tuple(words), run_folder=folder)
     text = script(job) if slurm else manifest(job) if place is None else task_file(job, place)
     ending, submit = (

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from rush.errors import RecipeError, printable
 from rush.recipe import Recipe
 
+OPTION_NAMES = {"run_folder": "run", "time_limit": "time", "memory_per_node": "memory"}
 MAX_NAME = 63
 """Longest DNS label, which Kubernetes requires of names."""
 
@@ -44,8 +45,13 @@ class Job:
     memory_per_node: str | None = None
 
     def __post_init__(self) -> None:
-        """A line break or another control character in a word would be more than a word in a script or a manifest."""
-        check_lines({name: value for name, value in vars(self).items() if isinstance(value, str)})
+        """A line break or another control character in a word would be more than a word in a script or a manifest, and nothing
+        (the value of a variable that is not set, say) less than one."""
+        texts = {_option(name): value for name, value in vars(self).items() if isinstance(value, str)}
+        check_lines(texts)
+        for name, value in texts.items():
+            if not value:
+                raise RecipeError(f"{name} is empty; give a value, or leave the option out.")
         check_lines({f"the environment variable {name}": value for name, value in self.environment.items()})
         check_lines({f"the word {number}": word for number, word in enumerate(self.words, start=1)})
 
@@ -54,6 +60,11 @@ class Job:
         """The name as a DNS label, which both clusters take."""
         found = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
         return (found if found[:1].isalpha() else f"rush-{found}")[:MAX_NAME].rstrip("-")
+
+
+def _option(name: str) -> str:
+    """The option of `rush launch` that sets this field."""
+    return "--" + OPTION_NAMES.get(name, name).replace("_", "-")
 
 
 def check_lines(said: Mapping[str, str]) -> None:

@@ -362,6 +362,27 @@ def test_nothing_in_a_path_or_a_word_is_run_by_the_shell(field: str, text: str, 
 @pytest.mark.parametrize("value", ["gpu\n#SBATCH --wrap=id", "gpu --wrap=id", "", "$(id)"])
 def test_a_directive_that_would_add_to_the_script_is_refused(field: str, value: str) -> None:
     with pytest.raises(
-        RecipeError, match=r"of the job would be .* allowed are letters, digits|allowed: one line"
+        RecipeError,
+        match=r"of the job would be .* allowed are letters, digits|allowed: one line|is empty; give a value",
     ):
         script(job(**{field: value}))
+
+
+@pytest.mark.parametrize("option", ["--run", "--venv", "--name", "--container"])
+def test_an_option_whose_value_is_nothing_is_refused(option: str) -> None:
+    """As where the shell puts in a variable that is not set: neither the default nor a word less in the script."""
+    words = [
+        "launch",
+        "tiny",
+        "layout.ddp=2",
+        "--nodes",
+        "1",
+        "--gpus-per-node",
+        "2",
+        "--slurm",
+        "--out",
+        "-",
+    ]
+    done = CliRunner().invoke(app, [*words, option, ""])
+    assert isinstance(done.exception, RecipeError)
+    assert str(done.exception) == f"{option} is empty; give a value, or leave the option out."

@@ -88,6 +88,14 @@ def test_a_script_runs_no_word_of_a_stranger(count: int, cluster: Path) -> None:
         safe = text.replace("mkdir -p --", "true").replace("source ", "true ")
         subprocess.run(["bash", "-c", safe], cwd=work, env=environment, capture_output=True, check=False)
         assert not list(work.iterdir()), f"a hidden command ran: {text}"
+        named = {
+            one[1:]
+            for value in vars(job).values()
+            if isinstance(value, str)
+            for one in VARIABLE.findall(value)
+        }
+        if not seen.exists() and named - environment.keys():
+            return  # `set -u`: a variable that the cluster does not set ends the job before anything is called
         called = [call.split("\0") for call in seen.read_text(errors="surrogateescape").split("\1")]
         step = next(call for call in called if "train" in call)
         place = step.index("train")
