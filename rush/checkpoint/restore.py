@@ -218,11 +218,12 @@ def _fits(key: str, saved: Any, ours: Any) -> bool:
 
 
 def _alike(saved: Any, ours: Any) -> bool:
-    """Whether a saved hyperparameter is of the kind of ours: a finite number, a flag, or as many numbers."""
+    """Whether a saved hyperparameter is of the kind of ours: a finite number, the same flag, or as many numbers."""
     if isinstance(ours, tuple):
         return isinstance(saved, list) and len(saved) == len(ours) and all(map(_alike, saved, ours))
     if isinstance(ours, bool) or ours is None:
-        return isinstance(saved, bool) or saved is None
+        # A flag says which state there is (amsgrad) or what an update does with it: it is the recipe's, not the checkpoint's.
+        return (isinstance(saved, bool) or saved is None) and bool(saved) == bool(ours)
     if isinstance(ours, int | float | Tensor):
         number = isinstance(saved, int | float) and not isinstance(saved, bool)
         return number and abs(saved) < LARGEST_NUMBER

@@ -66,13 +66,14 @@ def _read_rate(weight: Any, settings: ExplainSettings) -> float:
 
 
 def flops(data: Data, batch: int) -> float:
-    return float(2 * batch * data["inner"] * data["outer"])
+    # In floats: a word in the place of a number, which a stranger's record may have, times an int would be a long word.
+    return 2.0 * batch * data["inner"] * data["outer"]
 
 
 def traffic(data: Data, batch: int) -> float:
     """Bytes by formula: the weight, the rows in and the rows out, each once."""
-    numbers = data["inner"] * data["outer"] + batch * (data["inner"] + data["outer"])
-    return float(data["bytes_each"] * numbers)
+    inner, outer = float(data["inner"]), float(data["outer"])
+    return float(data["bytes_each"] * (inner * outer + batch * (inner + outer)))
 
 
 def intensity(data: Data, batch: int) -> float:
@@ -100,7 +101,7 @@ def words(data: Data) -> list[str]:
         sentences = [f"{head}: {units.times(gain.ratio)} as much work per second from the same weights."]
     else:
         sentences = [f"{head}: the batch makes no difference that is worth the name here."]
-    weight = data["bytes_each"] * data["inner"] * data["outer"]
+    weight = data["bytes_each"] * float(data["inner"]) * data["outer"]
     sentences.append(
         f"Every batch fetches the same {units.size(weight)} of weights, so the arithmetic per byte grows from "
         f"{units.si(intensity(data, first['batch']))} to {units.si(intensity(data, last['batch']))} FLOP per byte."
