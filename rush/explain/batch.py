@@ -67,7 +67,7 @@ def _read_rate(weight: Any, settings: ExplainSettings) -> float:
 
 def flops(data: Data, batch: int) -> float:
     # In floats: a word in the place of a number, which a stranger's record may have, times an int would be a long word.
-    return 2.0 * batch * data["inner"] * data["outer"]
+    return float(2.0 * batch * data["inner"] * data["outer"])
 
 
 def traffic(data: Data, batch: int) -> float:
