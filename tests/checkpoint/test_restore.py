@@ -139,6 +139,18 @@ def test_loading_into_a_fresh_optimizer_gives_the_saved_hyperparameters_and_stat
     assert fresh[1].param_groups[0]["betas"] == (0.8, 0.9)
 
 
+@pytest.mark.parametrize(("saved", "run"), [("plain", "amsgrad"), ("amsgrad", "plain")])
+def test_a_flag_that_decides_which_state_there_is_must_be_the_run_s(
+    store: CheckpointStore, saved: str, run: str
+) -> None:
+    """Taken over, it would have the next update look for state that is not there, or drop state that is."""
+    path = restore.save(store, 1, *build(f"adamw {saved}"), {})
+    fresh = build(f"adamw {run}")
+    with pytest.raises(DataError, match=rf"amsgrad of the optimizer is {saved == 'amsgrad'}, this run has {run == 'amsgrad'}"):  # fmt: skip
+        restore.load(path, *fresh)
+    assert not fresh[1].state
+
+
 def test_how_the_update_is_computed_stays_what_the_build_chose(store: CheckpointStore) -> None:
     run = build("adamw plain")
     train(*run, steps=2)
