@@ -123,7 +123,10 @@ class Search:
         while identity(recipe) not in self.options.seen and self.outlook.sound(recipe):
             jump = Move(f"{PLANNED}{describe(recipe)}", recipe, MoveKind.JUMP)
             expected = self.outlook.expected(jump, self.lead.known_recipe)
-            if not self.affordable("rank", recipe) or (self.lead is not self.base and expected < ENOUGH):
+            if self.lead is not self.base and expected < ENOUGH:
+                return
+            if not self.affordable("rank", recipe):
+                self._note_untried(jump, expected)
                 return
             option = MoveOption(jump, expected, simpler=is_subset(recipe, self.lead.known_recipe))
             result = self._consider(option)
@@ -203,11 +206,11 @@ class Search:
             if self.affordable("rank", option.move.recipe, aside_s=aside_s):
                 return option
         for option in options:
-            move = option.move
-            self._note(
-                Candidate(move.key, move.recipe, "not tried", "no time was left", expected=option.expected)
-            )
+            self._note_untried(option.move, option.expected)
         return None
+
+    def _note_untried(self, move: Move, expected: float) -> None:
+        self._note(Candidate(move.key, move.recipe, "not tried", "no time was left", expected=expected))
 
     def _consider(self, option: MoveOption) -> TuneResult:
         """Try a move; it becomes the lead if it is ahead and, as far as known, has parity."""

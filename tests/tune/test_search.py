@@ -8,6 +8,7 @@ import pytest
 
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
+from rush.records.tune import PLANNED
 from rush.techniques import Parity, registry
 from rush.tune.finals import decide
 from rush.tune.goal import Goal, TrialLimit, TuneResult
@@ -136,6 +137,13 @@ def test_a_short_budget_still_leaves_time_for_the_proof() -> None:
     assert search.winner is not search.base
     assert "prove" in search.winner.results
     assert any(c.state == "not tried" for c in search.candidates)
+
+
+def test_a_planned_recipe_there_is_no_time_for_is_in_the_record() -> None:
+    search = done(load_recipe("llama-3.2-1b"), h200(different=()), budget_s=200.0)
+    planned = [(c.state, c.reason) for c in search.candidates if c.key.startswith(PLANNED)]
+    assert planned
+    assert set(planned) == {("not tried", "no time was left")}
 
 
 @pytest.mark.slow
