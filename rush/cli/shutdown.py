@@ -8,6 +8,7 @@ and reported in one sentence, and the process exits with the command's code.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import logging
 import os
@@ -28,6 +29,7 @@ from rush.files import append_log
 from rush.version import __version__
 
 LOG = "failure.log"
+AGAIN_S = 0.05
 Reporter = Callable[[BaseException, str], None]
 """Logs an exception and reports it in one sentence, with where it was raised, as in "at exit"."""
 
@@ -62,10 +64,17 @@ def set_reporter(reporter: Reporter) -> None:
 
 
 def install_exception_hooks() -> None:
-    """One sentence instead of a traceback for exceptions in `atexit` callbacks, destructors and threads."""
+    """One sentence instead of a traceback for exceptions in `atexit` callbacks, destructors and threads. A Ctrl-C that came during
+    a destructor, where Python drops it (imports have many), comes again."""
 
     def unraisable(found: sys.UnraisableHookArgs) -> None:
-        if found.exc_value is not None:
+        if isinstance(found.exc_value, KeyboardInterrupt):
+            again = threading.Timer(
+                AGAIN_S, _thread.interrupt_main
+            )  # not from here: this hook's exceptions are dropped, too
+            again.daemon = True
+            again.start()
+        elif found.exc_value is not None:
             at_exit = "atexit" in (found.err_msg or "")
             _report(found.exc_value, "at exit, when the work was done" if at_exit else "in a destructor")
 

@@ -79,6 +79,22 @@ def test_every_other_end_has_the_code_it_had_before(code: str, expected: int, tm
     assert not (tmp_path / "cache" / "failure.log").exists()
 
 
+def test_a_ctrl_c_during_a_destructor_is_not_lost(tmp_path: Path) -> None:
+    done = command(
+        """
+        class Held:
+            def __del__(self) -> None:
+                raise KeyboardInterrupt
+
+        Held()
+        time.sleep(30)
+        print("not interrupted")
+        """,
+        tmp_path,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 ABORTS = {
     "a destructor of C++": """
         library = ctypes.CDLL(None)
