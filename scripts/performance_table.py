@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,12 @@ from rush.bench.combine import (  # noqa: E402
     model_records,
     title_of,
 )
+from rush.bench.limit import AttentionRate, attention_rates, share_of_limit  # noqa: E402
+from rush.hardware.machine import Machine  # noqa: E402
 from rush.lab.statistics import Floor, ratio_of_medians  # noqa: E402
+from rush.plan.spec import spec_of  # noqa: E402
+from rush.plan.target import target_here  # noqa: E402
+from rush.recipe_io import parse  # noqa: E402
 from rush.records.kernels import read_kernels  # noqa: E402
 from rush.records.models import ModelRecord  # noqa: E402
 from rush.records.targets import CLOSE_CALL, target_word  # noqa: E402
@@ -64,7 +70,9 @@ NOTE = (
     "A row is the median of all records of its workload, recipe (techniques with their knobs) and kind of machine; its interval "
     "is a bootstrap over the records, and inside each over its own interval. Records of a recipe that had other techniques under the "
     "same name are linked as former. A close call is reached, but its interval reaches "
-    "beyond what was wanted. `run.deterministic` is what that key changes in tokens per second, over eight windows in one process.\n"
+    "beyond what was wanted. Of the limit: the time that the recipe's matmuls would take at the rates of large ones (`rush probe`), and its "
+    "attention at the best measured rate of its head dim (`rush bench kernels flash_attention`), over the time of the whole "
+    "step; nothing else counts, so no recipe reaches 100 %. `run.deterministic` is what that key changes in tokens per second, over eight windows in one process.\n"
 )
 FORMER = (
     "A baseline that is called rebuilt from our model is a former one. It stood for nanoGPT, but is our own plain GPT-2 with "
@@ -76,6 +84,7 @@ FORMER = (
 
 def _models(results: Path) -> list[str]:
     parts = []
+    kernels = [read_kernels(path) for path in sorted(results.glob("*/kernels.json"))]
     for where, rows in combined(results).items():
         parts.append(f"Whole runs on {where}, ours beside the baseline in the same command. {NOTE}")
         head = (
@@ -85,12 +94,14 @@ def _models(results: Path) -> list[str]:
             "ratio (95 %)",
             "wanted",
             "peak memory",
+            "of the limit",
             "`run.deterministic`",
             "parity",
             "verdict",
             "records",
         )
         costs = deterministic_costs(results)
+        rates = attention_rates(one for one in kernels if machine_kind(one["machine"]) == where)
         if any(row.former_baseline for row in rows):
             parts.append(FORMER)
         parts.append(
@@ -99,6 +110,7 @@ def _models(results: Path) -> list[str]:
                 [
                     (
                         *table(row.record)[0][:6],
+                        of_limit(row, rates),
                         costs.get(row.ours["rung"]["name"], "–"),
                         *row.judged(),
                         _row_links(row, results),
@@ -112,6 +124,19 @@ def _models(results: Path) -> list[str]:
         columns = ("workload", "limit", "reached", "speed there", "peak memory", "published by others")
         parts.append(_markdown(columns, [row for _, record in found for row in lengths(record)]))
     return parts
+
+
+def of_limit(row: CombinedRecord, rates: Sequence[AttentionRate]) -> str:
+    """The share of the limit as a word; a dash where rows hold several documents, which nobody counted."""
+    speed, ceilings = row.ours["rung"].get("tokens_per_s"), row.record.get("ceilings")
+    if not speed or not ceilings:
+        return "–"
+    recipe = parse(tomllib.loads(row.ours["rung"]["recipe"]))
+    if recipe.objective.kind != "lm":
+        return "–"
+    target = target_here(Machine.from_dict(row.record["machine"]), ceilings)
+    share = share_of_limit(spec_of(recipe, target.kind), target, rates, speed["median"])
+    return "–" if share is None else f"{100 * share:.0f} %"
 
 
 def deterministic_costs(results: Path) -> dict[str, str]:

@@ -10,6 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from rush.bench.limit import attention_rates, share_of_limit
+from rush.hardware import probe
+from rush.plan.spec import spec_of
+from rush.plan.target import target_here
 from rush.recipe_io import load_recipe, write_toml
 from tests.report import made_up_benches as made
 
@@ -77,7 +81,7 @@ def test_what_was_measured_often_is_one_row_with_the_median_of_all_records(
     assert row[3].startswith("1.710× (")
     low, high = map(float, row[3].split("(")[1].rstrip(")").split(" to "))
     assert 1.3 < low < 1.6 < 1.83 < high < 2.3, "wider than the records' medians lie apart"
-    order = [link.split("](")[1].split("/")[2] for link in row[9].split(", ")]
+    order = [link.split("](")[1].split("/")[2] for link in row[10].split(", ")]
     assert order == ["b", "a", "d", "c", "e"], "all of them, in the order they were measured"
 
 
@@ -96,7 +100,7 @@ def test_a_record_against_a_baseline_of_another_kind_is_a_row_of_its_own_and_say
     now, then = (line.split(" | ") for line in text.splitlines() if "`gpt2-124m-fast`" in line)
     assert (now[1].partition(":")[0], now[3][:6]) == ("nanoGPT's setting", "1.150×")
     assert (then[1].partition(":")[0], then[3][:6]) == ("nanoGPT's setting, rebuilt from our model", "1.250×")
-    assert (now[8], then[8]) == ("missed", "reached, of a former baseline")
+    assert (now[9], then[9]) == ("missed", "reached, of a former baseline")
     assert "Its ratios say nothing about nanoGPT's own speed" in text
     (pairs,) = script.pairs(tmp_path).values()
     assert [(pair.verdict, pair.reached) for pair in pairs] == [("missed", False), ("former baseline", False)]
@@ -114,7 +118,7 @@ def test_a_row_is_a_close_call_where_its_interval_reaches_below_what_was_wanted(
     script: Any, tmp_path: Path, ends: tuple[float, float], why: str | None, word: str
 ) -> None:
     _write(tmp_path, one=_measured(1.25, ends, "2026-01-01", why=why, at_least=1.2, verdict="reached"))
-    assert _row(script.performance(tmp_path))[8] == word
+    assert _row(script.performance(tmp_path))[9] == word
     (pairs,) = script.pairs(tmp_path).values()
     assert [pair.verdict for pair in pairs] == [word]
 
@@ -127,7 +131,7 @@ def test_two_records_that_contradict_each_other_reach_nothing_for_certain(
     _write(tmp_path, one=one, other=other)
     row = _row(script.performance(tmp_path))
     assert row[3].startswith("1.241×")
-    assert row[8] == "close call"
+    assert row[9] == "close call"
 
 
 def test_a_record_that_is_not_equal_is_in_no_median(script: Any, tmp_path: Path) -> None:
@@ -137,7 +141,7 @@ def test_a_record_that_is_not_equal_is_in_no_median(script: Any, tmp_path: Path)
     _write(tmp_path, equal=_measured(1.25, (1.24, 1.26), "2026-01-01"), different=different)
     row = _row(script.performance(tmp_path))
     assert row[3] == "1.250× (1.240 to 1.260)"
-    assert row[7] == "equal in 1 of 2 records"
+    assert row[8] == "equal in 1 of 2 records"
 
 
 def test_a_recipe_that_had_other_techniques_before_is_not_averaged_with_them(
@@ -148,7 +152,7 @@ def test_a_recipe_that_had_other_techniques_before_is_not_averaged_with_them(
     _write(tmp_path, former=former, now=_measured(1.25, (1.24, 1.26), "2026-01-02"))
     row = _row(script.performance(tmp_path))
     assert row[3] == "1.250× (1.240 to 1.260)"
-    assert row[9].endswith("former recipes [1](../" + f"{tmp_path.name}/former/models.json)")
+    assert row[10].endswith("former recipes [1](../" + f"{tmp_path.name}/former/models.json)")
 
 
 def test_kernels_are_combined_where_their_sources_are_the_same_and_the_latest_counts_where_not(
@@ -257,3 +261,29 @@ def test_a_recipe_has_the_cost_of_determinism_beside_it(script: Any, tmp_path: P
     (row,) = (line for line in script.performance(tmp_path).splitlines() if "-3.0 %" in line)
     assert "`gpt2-124m-fast`" in row
     assert "-3.0 % (-3.0 to -3.0)" in row
+
+
+def test_a_row_says_its_share_of_the_limit(script: Any, tmp_path: Path) -> None:
+    """With what the kernel bench found on the same kind of machine, and not without it."""
+    record, kernels = made.models(), made.kernels()
+    record["machine"] = kernels["machine"] = probe("cpu").to_dict()
+    record["ceilings"] = {"matmul": {"bfloat16": 700e12}, "copy_bytes_per_s": 4e12}
+    (work,) = record["workloads"]
+    changes = ["techniques=['amp_bf16']", "batch.micro=64", "batch.total_tokens=65536"]
+    recipe = load_recipe("gpt2-124m", changes)
+    for ours in work["ours"]:
+        ours["rung"]["recipe"] = write_toml(recipe)
+    dims = {"batch": 16, "sequence": 1024, "heads": 12, "head_dim": 64}
+    row = {**kernels["ops"][0]["rows"][0], "step": "both", "dims": dims, "flops_per_s": 350e12}
+    kernels["ops"].append({**kernels["ops"][0], "op": "flash_attention", "rows": [row]})
+    _write(tmp_path, models=record)
+    assert _row(script.performance(tmp_path))[6] == "–"
+    _write(tmp_path, kernels=kernels)
+    rates = attention_rates([kernels])
+    target = target_here(probe("cpu"), record["ceilings"])
+    share = share_of_limit(spec_of(recipe), target, rates, work["ours"][0]["rung"]["tokens_per_s"]["median"])
+    assert share is not None
+    assert _row(script.performance(tmp_path))[6] == f"{100 * share:.0f} %"
+    kernels["machine"] = {**kernels["machine"], "torch": "1.0"}
+    (tmp_path / "kernels" / "kernels.json").write_text(json.dumps(kernels))
+    assert _row(script.performance(tmp_path))[6] == "–", "another kind of machine"

@@ -10,6 +10,7 @@ from rush.errors import RecipeError, printable
 from rush.recipe import Recipe
 
 OPTION_NAMES = {"run_folder": "run", "time_limit": "time", "memory_per_node": "memory"}
+"""The options of `rush launch` that are not named after their field."""
 MAX_NAME = 63
 """Longest DNS label, which Kubernetes requires of names."""
 

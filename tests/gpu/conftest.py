@@ -6,18 +6,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-LONG = {
+LONG = (
     "test_llama_3_2_1b_fp8_lives_in_its_whole_depth",
     "test_every_command_that_needs_a_gpu_runs_there",
     "test_a_ready_recipe_lives_on_a_gpu",
-}
-"""Tests of minutes that wait for a share of the card. One worker with all of them would be the last for a long time."""
+)
+"""Tests of minutes that wait for a share of the card, the longest first. One worker with all of them would be the last for a long
+time."""
 
 
 @pytest.hookimpl(trylast=True)  # after `-m` has left its choice
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Spread the long tests evenly over the others: workers start with equal parts of the list."""
-    long = [item for item in items if getattr(item, "originalname", None) in LONG]
+    names = {item: getattr(item, "originalname", None) for item in items}
+    long = [item for name in LONG for item in items if names[item] == name]
     if not long:
         return
     short = [item for item in items if item not in set(long)]

@@ -6,10 +6,11 @@ operand has its own scale, amax / 127, along the outer dims of the matmul: then 
 which int32 holds exactly. Inputs and weights are rounded to nearest, within half a step. Gradients have a few large
 values among thousands of small ones, which would all become zero: they are rounded stochastically, right on
 average. Weights and optimizer state are unchanged, and so is the LM head, whose gradients are of that kind most
-of all. It wins for wide layers and many tokens, and only with `compile`, which fuses casts and scaling; eager it
-is slower than bf16. On an H200 it loses even so: cuBLAS multiplies int8 only ×1.2 as fast as bf16 there, and
-casts and int32 results take twice what the matmuls take. Where a GPU has fp8 (Hopper), use `fp8`. What
-`checkpoint_selective` saves are the int32 sums, twice the bytes of 16-bit outputs, which a plan does not count.
+of all. It needs wide layers, many tokens and `compile`, which fuses casts and scaling. The one GPU it was measured
+on is an H200, where it loses: cuBLAS multiplies int8 only ×1.2 as fast as bf16 there, and casts and int32 results
+take twice what the matmuls take. A gain on another GPU is for `rush ladder` to show. Where a GPU has fp8 (Hopper),
+use `fp8`. What `checkpoint_selective` saves are the int32 sums, twice the bytes of 16-bit outputs, which a plan does
+not count.
 """
 
 from __future__ import annotations
