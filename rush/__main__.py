@@ -1,6 +1,18 @@
-"""`python -m rush`: the command line, straight from a checkout."""
+"""The command line, as `rush` and as `python -m rush`."""
 
-from rush.cli import main
+import sys
+
+from rush.interrupts import defer_interrupts_in_imports
+
+
+def main() -> None:
+    defer_interrupts_in_imports()
+    try:
+        from rush.cli import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
 
 if __name__ == "__main__":
     main()

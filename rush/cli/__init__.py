@@ -47,6 +47,7 @@ from rush.cli.shutdown import (
     first_line,
     install_exception_hooks,
     log_unexpected,
+    reader_left,
 )
 from rush.errors import MachineError, Outage, RushError
 from rush.libraries import hush_matmul_fallback, silence_stderr
@@ -140,7 +141,16 @@ def main(arguments: list[str] | None = None) -> None:
         status.code = 0
     except SystemExit as left:
         status.code = left.code if isinstance(left.code, int) else 1 if left.code else 0
-        raise
+        broken = left.__context__
+        # Typer takes any broken pipe for its own output's, as in `rush … | head`, and exits silently.
+        if debug or not isinstance(broken, BrokenPipeError) or reader_left():
+            raise
+        print_error(
+            "a process that this command had started ended before it was done; start the command again. "
+            f"{log_unexpected(broken, f'rush {shlex.join(words)}')}"
+        )
+        status.code = MachineError.exit_code
+        sys.exit(MachineError.exit_code)
     except RushError as error:
         if debug:
             raise

@@ -8,11 +8,11 @@ and reported in one sentence, and the process exits with the command's code.
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import logging
 import os
 import platform
+import select
 import sys
 import tempfile
 import threading
@@ -26,10 +26,10 @@ from pathlib import Path
 import typer
 
 from rush.files import append_log
+from rush.interrupts import interrupt_again
 from rush.version import __version__
 
 LOG = "failure.log"
-AGAIN_S = 0.05
 Reporter = Callable[[BaseException, str], None]
 """Logs an exception and reports it in one sentence, with where it was raised, as in "at exit"."""
 
@@ -69,11 +69,7 @@ def install_exception_hooks() -> None:
 
     def unraisable(found: sys.UnraisableHookArgs) -> None:
         if isinstance(found.exc_value, KeyboardInterrupt):
-            again = threading.Timer(
-                AGAIN_S, _thread.interrupt_main
-            )  # not from here: this hook's exceptions are dropped, too
-            again.daemon = True
-            again.start()
+            interrupt_again()  # raised in here it would be dropped, too
         elif found.exc_value is not None:
             at_exit = "atexit" in (found.err_msg or "")
             _report(found.exc_value, "at exit, when the work was done" if at_exit else "in a destructor")
@@ -83,6 +79,14 @@ def install_exception_hooks() -> None:
             _report(found.exc_value, f"in the thread {found.thread.name if found.thread else 'that ended'}")
 
     sys.unraisablehook, threading.excepthook = unraisable, in_thread
+
+
+def reader_left() -> bool:
+    """Whether standard output or standard error is a pipe that nobody reads any more."""
+    watched = select.poll()
+    for stream in (1, 2):
+        watched.register(stream, 0)  # errors are always told
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in watched.poll(0))
 
 
 def log_unexpected(error: BaseException, at: str, *places: Path) -> str:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from rush.errors import MachineError
 from tests.training.small_runs import ROOT, environment
 
 
 def command(code: str, folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own, with one more command, which does what `code` says."""
     script = folder / "script.py"
-    head = "import atexit, ctypes, os, sys, threading, time\nimport typer\nfrom rush.cli import app, main\nfrom rush.errors import *\n"
+    head = "import atexit, ctypes, os, subprocess, sys, threading, time\nimport typer\nfrom rush.cli import app, main\nfrom rush.errors import *\n"
     body = textwrap.indent(textwrap.dedent(code).strip(), "    ")
     script.write_text(f"{head}\n\n@app.command('planted')\ndef planted() -> None:\n{body}\n\n\nmain()\n")
     return subprocess.run(
@@ -25,7 +26,7 @@ def command(code: str, folder: Path, *words: str, **more: str) -> subprocess.Com
         env=environment(folder / "cache") | more,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=60,
     )
 
 
@@ -69,13 +70,47 @@ def test_where_the_cache_cannot_be_written_the_log_is_among_temporary_files(tmp_
         ("raise typer.Exit(5)", 5),
         ("raise DataError('none.')", 3),
         ("raise KeyboardInterrupt", 130),
-        ("raise BrokenPipeError(32, 'Broken pipe')", 1),
     ],
 )
 def test_every_other_end_has_the_code_it_had_before(code: str, expected: int, tmp_path: Path) -> None:
     done = command(code, tmp_path)
     assert done.returncode == expected, done.stderr
     assert "Traceback" not in done.stderr
+    assert not (tmp_path / "cache" / "failure.log").exists()
+
+
+def test_a_broken_pipe_to_a_process_of_its_own_is_one_sentence_and_a_log(tmp_path: Path) -> None:
+    """It went unnoticed: exit code 1 and not a word."""
+    done = command(
+        """
+        child = subprocess.Popen(["true"], stdin=subprocess.PIPE, bufsize=0)
+        child.wait()
+        child.stdin.write(b"work")
+        """,
+        tmp_path,
+    )
+    log = tmp_path / "cache" / "failure.log"
+    assert done.returncode == MachineError.exit_code
+    assert done.stderr == (
+        "error: a process that this command had started ended before it was done; start the command again. "
+        f"The full log is {log}.\n"
+    )
+    assert "BrokenPipeError" in log.read_text()
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_who_stops_reading_its_output_hears_no_more_of_it(stream: str, tmp_path: Path) -> None:
+    """As in `rush … | head`."""
+    done = command(
+        f"""
+        read, write = os.pipe()
+        os.close(read)
+        os.dup2(write, sys.{stream}.fileno())
+        print("a word", file=sys.{stream}, flush=True)
+        """,
+        tmp_path,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
     assert not (tmp_path / "cache" / "failure.log").exists()
 
 
@@ -87,7 +122,7 @@ def test_a_ctrl_c_during_a_destructor_is_not_lost(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
 
         Held()
-        time.sleep(30)
+        time.sleep(90)
         print("not interrupted")
         """,
         tmp_path,

@@ -15,7 +15,7 @@ from tests.documented.pages import ROOT
 NOWHERE = "http://127.0.0.1:9"
 SCRIPT = """#!{python}
 import sys
-from rush.cli import main
+from rush.__main__ import main
 if __name__ == "__main__":
     sys.exit(main())
 """
