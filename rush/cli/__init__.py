@@ -43,11 +43,11 @@ from rush.cli import (
 from rush.cli.output import print_error
 from rush.cli.shutdown import (
     ExitStatus,
+    Readers,
     exit_before_finalization,
     first_line,
     install_exception_hooks,
     log_unexpected,
-    reader_left,
 )
 from rush.errors import MachineError, Outage, RushError
 from rush.libraries import hush_matmul_fallback, silence_stderr
@@ -133,6 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     hush_matmul_fallback()
+    readers = Readers() if arguments is None and not debug else None
     status = exit_before_finalization() if arguments is None else ExitStatus()
     if arguments is None and not debug:
         install_exception_hooks()
@@ -143,7 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
         status.code = left.code if isinstance(left.code, int) else 1 if left.code else 0
         broken = left.__context__
         # Typer takes any broken pipe for its own output's, as in `rush … | head`, and exits silently.
-        if debug or not isinstance(broken, BrokenPipeError) or reader_left():
+        if readers is None or not isinstance(broken, BrokenPipeError) or readers.left():
             raise
         print_error(
             "a process that this command had started ended before it was done; start the command again. "

@@ -81,12 +81,22 @@ def install_exception_hooks() -> None:
     sys.unraisablehook, threading.excepthook = unraisable, in_thread
 
 
-def reader_left() -> bool:
-    """Whether standard output or standard error is a pipe that nobody reads any more."""
-    watched = select.poll()
-    for stream in (1, 2):
-        watched.register(stream, 0)  # errors are always told
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in watched.poll(0))
+class Readers:
+    """Who reads standard output and standard error. Rich puts /dev/null in their place when a reader has left, so it looks at
+    copies."""
+
+    def __init__(self) -> None:
+        self.copies: list[int] = []
+        for stream in (1, 2):
+            with suppress(OSError):  # it was closed by whoever started this
+                self.copies.append(os.dup(stream))
+
+    def left(self) -> bool:
+        """Whether one of them is a pipe that nobody reads any more."""
+        watched = select.poll()
+        for copy in self.copies:
+            watched.register(copy, 0)  # errors are always told
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in watched.poll(0))
 
 
 def log_unexpected(error: BaseException, at: str, *places: Path) -> str:
