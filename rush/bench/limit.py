@@ -20,7 +20,7 @@ from rush.records.kernels import KernelRecord
 
 KERNEL = "flash_attention"
 PASSES = 3.5
-"""FLOPs of forward and backward over the forward pass's: seven matmuls with the scores that are computed again, of which
+"""FLOPs of forward and backward over the forward pass's: seven matmuls with the recomputed scores, of which
 forward has two."""
 
 

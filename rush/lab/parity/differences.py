@@ -223,7 +223,7 @@ def in_further_process(timing: TimingFound, first: TimingFound) -> list[Differen
 def after_timing(
     audit: AuditFound, dtype: str, relative_error: float, weights: str | None
 ) -> list[Difference]:
-    """In the steps after the timing, each computed again by plain fp32 from the run's own weights."""
+    """In the steps after the timing, each recomputed in plain fp32 from the run's own weights."""
     if not audit.get("steps"):
         return []
     found = _reached(audit["flow"])

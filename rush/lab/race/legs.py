@@ -1,7 +1,7 @@
 """The legs of a race: each a real `rush train`, forked from a process that has only imported, resumed from the last leg's checkpoint.
 
 What is measured lies in the run folders, where training writes it: a leg is done when there is a checkpoint at its last step. A leg
-that was killed left none; its rows are cut away when it is made again. A race that was killed between the end of a leg and its note
+that was killed left none; its rows are cut away when it runs again. A race that was killed between the end of a leg and its note
 in `race.json` finds the checkpoint, and notes the leg then: no step is measured twice, and none is lost.
 """
 

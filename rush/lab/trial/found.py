@@ -92,7 +92,7 @@ class FlowFound(TypedDict, total=False):
 
 
 class AuditFound(TypedDict, total=False):
-    """Steps after the timing, each computed again by plain fp32 from the run's own weights (`rush/lab/parity/audit.py`)."""
+    """Steps after the timing, each recomputed in plain fp32 from the run's own weights (`rush/lab/parity/audit.py`)."""
 
     steps: int
     """Steps that were compared."""
