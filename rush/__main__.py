@@ -10,6 +10,7 @@ def main() -> None:
     try:
         from rush.cli import main as run
     except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
         sys.exit(130)
     run()
 

@@ -70,9 +70,10 @@ NOTE = (
     "A row is the median of all records of its workload, recipe (techniques with their knobs) and kind of machine; its interval "
     "is a bootstrap over the records, and inside each over its own interval. Records of a recipe that had other techniques under the "
     "same name are linked as former. A close call is reached, but its interval reaches "
-    "beyond what was wanted. Of the limit: the time that the recipe's matmuls would take at the rates of large ones (`rush probe`), and its "
-    "attention at the best measured rate of its head dim (`rush bench kernels flash_attention`), over the time of the whole "
-    "step; nothing else counts, so no recipe reaches 100 %. `run.deterministic` is what that key changes in tokens per second, over eight windows in one process.\n"
+    "beyond what was wanted. Of the limit: the time that the recipe's matmuls would take at the rates of large ones (`rush probe`), "
+    "and its attention at the best measured rate of its head dim (`rush bench kernels flash_attention`), over the time of the whole "
+    "step; nothing else counts, so no recipe reaches 100 %. `run.deterministic` is what that key changes in tokens per second, over "
+    "eight windows in one process.\n"
 )
 FORMER = (
     "A baseline that is called rebuilt from our model is a former one. It stood for nanoGPT, but is our own plain GPT-2 with "
@@ -127,7 +128,7 @@ def _models(results: Path) -> list[str]:
 
 
 def of_limit(row: CombinedRecord, rates: Sequence[AttentionRate]) -> str:
-    """The share of the limit as a word; a dash where rows hold several documents, which nobody counted."""
+    """The share of the limit as a word; a dash for conversations and pairs, whose lengths no record holds."""
     speed, ceilings = row.ours["rung"].get("tokens_per_s"), row.record.get("ceilings")
     if not speed or not ceilings:
         return "–"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rush.models.counts import mean_keys
-from rush.plan.spec import Spec, matmul_dtype, weights_of
+from rush.plan.spec import HALF, Spec, matmul_dtype, weights_of
 from rush.plan.target import TargetMachine
 from rush.records.kernels import KernelRecord
 
@@ -50,12 +50,12 @@ def attention_rates(records: Iterable[KernelRecord]) -> list[AttentionRate]:
 
 
 def limit_s_per_token(spec: Spec, target: TargetMachine, rates: Iterable[AttentionRate]) -> float | None:
-    """Seconds; None where no attention of this head dim was measured, or one of the matmuls' dtypes was not."""
+    """Seconds; None where attention is not in 16 bits, none of this head dim was measured, or one of the matmuls' dtypes was not."""
     shape, dtype = spec.shape, matmul_dtype(spec)
     per_weight = 4 if spec.effects.factor("frozen") else 6
     inside, of_head = (spec.work.name(term, dtype) for term in ("blocks.dtype", "head.dtype"))
     alike = [one for one in rates if one.head_dim == shape.head_dim]
-    if not alike or any(name not in target.matmul for name in (inside, of_head)):
+    if dtype not in HALF or not alike or any(name not in target.matmul for name in (inside, of_head)):
         return None
     nearest = min(alike, key=lambda one: abs(math.log(one.sequence / spec.sequence)))
     keys = sum(mean_keys(shape, layer, spec.sequence) for layer in range(shape.num_layers))

@@ -132,23 +132,25 @@ def main(arguments: list[str] | None = None) -> None:
     """The entry point of `rush` and `python -m rush`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
-    hush_matmul_fallback()
     readers = Readers() if arguments is None and not debug else None
     status = exit_before_finalization() if arguments is None else ExitStatus()
-    if arguments is None and not debug:
-        install_exception_hooks()
     try:
+        hush_matmul_fallback()
+        if arguments is None and not debug:
+            install_exception_hooks()
         command()([word for word in words if word != "--debug"], prog_name="rush")
         status.code = 0
     except SystemExit as left:
         status.code = left.code if isinstance(left.code, int) else 1 if left.code else 0
-        broken = left.__context__
+        cause = left.__context__
+        if isinstance(cause, typer.Exit) and isinstance(cause.__cause__, KeyboardInterrupt):
+            typer.secho("interrupted", err=True)  # which Typer turns into a silent exit
         # Typer takes any broken pipe for its own output's, as in `rush … | head`, and exits silently.
-        if readers is None or not isinstance(broken, BrokenPipeError) or readers.left():
+        if readers is None or not isinstance(cause, BrokenPipeError) or readers.left():
             raise
         print_error(
             "a process that this command had started ended before it was done; start the command again. "
-            f"{log_unexpected(broken, f'rush {shlex.join(words)}')}"
+            f"{log_unexpected(cause, f'rush {shlex.join(words)}')}"
         )
         status.code = MachineError.exit_code
         sys.exit(MachineError.exit_code)

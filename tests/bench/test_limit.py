@@ -85,6 +85,8 @@ def test_without_a_measured_rate_there_is_none(target: TargetMachine) -> None:
     other = replace(target, matmul={"float16": BF16})
     plain = gpt2('techniques=["amp_bf16"]')
     assert limit_s_per_token(plain, other, RATES) is None
+    fp32 = replace(target, matmul={"float32": BF16})
+    assert limit_s_per_token(gpt2("techniques=[]"), fp32, RATES) is None, "attention in fp32"
     assert limit_s_per_token(plain, target, RATES[2:]) is None, "another head dim"
 
 

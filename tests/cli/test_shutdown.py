@@ -73,7 +73,6 @@ def test_where_the_cache_cannot_be_written_the_log_is_among_temporary_files(tmp_
         ("sys.exit(None)", 0),
         ("raise typer.Exit(5)", 5),
         ("raise DataError('none.')", 3),
-        ("raise KeyboardInterrupt", 130),
     ],
 )
 def test_every_other_end_has_the_code_it_had_before(code: str, expected: int, tmp_path: Path) -> None:
@@ -81,6 +80,22 @@ def test_every_other_end_has_the_code_it_had_before(code: str, expected: int, tm
     assert done.returncode == expected, done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "cache" / "failure.log").exists()
+
+
+def test_an_interrupted_command_says_so(tmp_path: Path) -> None:
+    done = command("raise KeyboardInterrupt", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_a_command_that_said_what_it_left_says_no_more(tmp_path: Path) -> None:
+    left = """
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+    """
+    done = command(left, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_broken_pipe_to_a_process_of_its_own_is_one_sentence_and_a_log(tmp_path: Path) -> None:
@@ -129,7 +144,7 @@ def test_a_ctrl_c_during_a_destructor_is_not_lost(tmp_path: Path) -> None:
         """,
         tmp_path,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 ABORTS = {

@@ -26,8 +26,6 @@ class Result:
     problem: str | None
     output: str
     seconds: float
-    code: int | None
-    """With which it ended, by itself or stopped; None if it had to be killed."""
 
 
 def run(command: Command, folder: Path, variables: Mapping[str, str], limit_s: float = LIMIT_S) -> Result:
@@ -62,11 +60,10 @@ def run(command: Command, folder: Path, variables: Mapping[str, str], limit_s: f
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    code = None if process.returncode == -signal.SIGKILL else process.returncode
     text = log.read_text("utf-8", "replace")
     if problem is None and "Traceback (most recent call last)" in text:
         problem = "it prints a traceback"
-    return Result(command, problem, text, time.monotonic() - began, code)
+    return Result(command, problem, text, time.monotonic() - began)
 
 
 def _until(process: subprocess.Popen[str], reached: Callable[[], bool], limit_s: float) -> str | None:

@@ -19,7 +19,7 @@ import torch
 
 SHARES = 7
 ROOM_BYTES, LONGEST_WAIT_S = 40 << 30, 60.0
-"""What a share usually takes, and how long it waits until that is free: a smaller card never has it."""
+"""What a share may take at most, and how long it waits until that is free: a smaller card never has it."""
 
 
 @contextmanager
@@ -34,12 +34,12 @@ def card_share() -> Iterator[None]:
             except BlockingIOError:
                 time.sleep(0.1)
                 continue
-            wait_for_room(ROOM_BYTES, LONGEST_WAIT_S)
+            _wait_for_room()
             yield
             return
 
 
-def wait_for_room(room_bytes: int, longest_s: float) -> None:
-    until = time.monotonic() + longest_s
-    while torch.cuda.mem_get_info()[0] < room_bytes and time.monotonic() < until:
+def _wait_for_room() -> None:
+    until = time.monotonic() + LONGEST_WAIT_S
+    while torch.cuda.mem_get_info()[0] < ROOM_BYTES and time.monotonic() < until:
         time.sleep(0.5)
