@@ -20,7 +20,7 @@ from rush.files import write_atomic
 from rush.plan import Plan
 from rush.ready import short_name
 from rush.recipe import Recipe
-from rush.recipe_io import apply_override, changed, load_recipe, parse
+from rush.recipe_io import apply_override, load_recipe, parse
 from rush.records.metrics import MetricsRow, read_rows
 from rush.records.run_folder import RunFolder
 
@@ -347,16 +347,14 @@ def plan_recipe(
     """Memory and time of a recipe on a machine of the catalog, or on this one; `devices` and `nodes` fill its layout."""
     from rush.plan import plan, spec_of
     from rush.plan.micro_batch import with_chosen_micro
-    from rush.plan.planning import fill_devices, unmet
+    from rush.plan.planning import on_all_devices, unmet
     from rush.plan.target import find_target
 
     chosen = _recipe(recipe, overrides)
     limit_gb = chosen.run.memory_limit_gb
     target = find_target(machine, devices, nodes, link, network, network_cards, limit_gb=limit_gb)
-    layout = chosen.layout.model_dump()
-    if (devices is not None or nodes is not None) and target.devices != chosen.world:
-        filled = fill_devices(layout, target.devices)
-        chosen = changed(chosen, {f"layout.{axis}": n for axis, n in filled.items() if n != layout[axis]})
+    if devices is not None or nodes is not None:
+        chosen = on_all_devices(chosen, target)
     with _own(techniques):
         chosen = with_chosen_micro(chosen, target)
         found = plan(spec_of(chosen, target.kind), target, problems=unmet(chosen, target))
@@ -410,7 +408,7 @@ def plan_config(
     from rush.hub.remote import local_config
     from rush.plan import spec_of
     from rush.plan.foreign import Foreign, nearest_shape, plan_foreign
-    from rush.plan.planning import fill_devices
+    from rush.plan.planning import on_all_devices
     from rush.plan.target import find_target
 
     found = read_json(local_config(config), "give a folder or a file with a model's config.json")
@@ -426,10 +424,8 @@ def plan_config(
     target = find_target(
         machine, devices, nodes, link, network, network_cards, limit_gb=chosen.run.memory_limit_gb
     )
-    layout = chosen.layout.model_dump()
-    if (devices is not None or nodes is not None) and target.devices != chosen.world:
-        filled = fill_devices(layout, target.devices)
-        chosen = changed(chosen, {f"layout.{axis}": n for axis, n in filled.items() if n != layout[axis]})
+    if devices is not None or nodes is not None:
+        chosen = on_all_devices(chosen, target)
     return plan_foreign(model, spec_of(chosen, target.kind), target)
 
 
