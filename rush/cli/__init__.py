@@ -117,7 +117,7 @@ def _reflow(command: Any) -> None:
 
 
 def _of_this_machine(error: Exception) -> str | None:
-    """A sentence for what the system refused: memory, a file, a disk. None for errors that are bugs."""
+    """The message for an error of the operating system: memory, a file, a disk. None for errors that are bugs."""
     if isinstance(error, OSError) and error.errno is not None:
         where = f" {error.filename}" if error.filename is not None else " a file"
         return f"Cannot read or write{where}: {error.strerror or error}. Give another path, or look at the system's limits."
@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
         if readers is None or not isinstance(cause, BrokenPipeError) or readers.left():
             raise
         print_error(
-            "a process that this command had started ended before it was done; start the command again. "
+            "a process started by this command ended too early; run the command again. "
             f"{log_unexpected(cause, f'rush {shlex.join(words)}')}"
         )
         status.code = MachineError.exit_code
