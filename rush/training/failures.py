@@ -236,7 +236,9 @@ def _diagnosis(
         return RunFailed, _memory_message(memory, status)
     failed = f"{status} failed with {one_line(error)}."
     on_device = any(_is_device_error(one) for one in chain(error))
-    of_system = any(isinstance(one, OSError) for one in chain(error))
+    of_system = any(
+        isinstance(one, OSError) or "can't start new thread" in text_of(one) for one in chain(error)
+    )
     hint = (
         " CUDA errors are reported asynchronously: CUDA_LAUNCH_BLOCKING=1 shows the true place."
         if on_device
