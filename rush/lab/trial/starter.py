@@ -71,7 +71,12 @@ class Starter:
     """Starts one trial after another; the forking process is made when the first is asked for."""
 
     def __init__(
-        self, preloaded: Sequence[str] = (), *, fork: bool = sys.platform == "linux", dismantle: bool = True
+        self,
+        preloaded: Sequence[str] = (),
+        *,
+        fork: bool = sys.platform == "linux",
+        dismantle: bool = True,
+        line: Callable[[Sequence[str]], Connection] | None = None,
     ) -> None:
         self._preloaded = preloaded
         """Further modules that trials will need."""
@@ -80,6 +85,9 @@ class Starter:
         self._dismantle = dismantle
         """Whether a `rush` command that is done takes its interpreter apart, as a user's does. That takes longer than a
         tiny command itself; without it, threads are still waited for and what is registered for the exit still runs."""
+        self._given_line = line
+        """Reaches a forking process that somebody else started, which has imported the modules it is called with
+        (`serve`); None: this starts one of its own."""
         self._server: subprocess.Popen[bytes] | None = None
         self._line: Connection | None = None
 
@@ -159,6 +167,8 @@ class Starter:
         self._server = self._line = None
 
     def _connect(self) -> Connection:
+        if self._line is None and self._given_line is not None:
+            self._line = self._given_line(self._preloaded)
         if self._line is None:
             self._line, far = Pipe()
             with far:
@@ -269,9 +279,9 @@ def _kill(pids: Sequence[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _serve(line: Connection, preloaded: Sequence[str]) -> None:
-    """Fork the children of every order, tell their numbers, wait for them, tell how they ended."""
-    for name in (*PRELOADED, *preloaded):
+def preload(names: Sequence[str]) -> None:
+    """Import what trials need, and these modules."""
+    for name in (*PRELOADED, *names):
         importlib.import_module(name)
     registry()
     if "rush.cli" in sys.modules:
@@ -279,6 +289,10 @@ def _serve(line: Connection, preloaded: Sequence[str]) -> None:
     # Children share these objects' memory until they write to it, and a collection writes to every object it looks at.
     gc.collect()
     gc.freeze()
+
+
+def serve(line: Connection) -> None:
+    """Fork the children of every order, tell their numbers, wait for them, tell how they ended."""
     while True:
         try:
             children: list[dict[str, Any]] = json.loads(line.recv_bytes())
@@ -345,4 +359,5 @@ def _leave_standing() -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
-    _serve(Connection(int(sys.argv[2])), sys.argv[3:])
+    preload(sys.argv[3:])
+    serve(Connection(int(sys.argv[2])))
