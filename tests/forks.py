@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from rush.lab.scaling import rank_runner
 from rush.lab.trial import starter
@@ -37,6 +41,74 @@ def shared_starter(preloaded: Sequence[str] = (), *, dismantle: bool = False) ->
     return Starter(
         preloaded, dismantle=dismantle, line=lambda names: forked("rush.lab.trial.starter:serve", names)
     )
+
+
+class Process:
+    """`work(*arguments)` in a forked process that has imported these modules."""
+
+    def __init__(
+        self, work: Callable[..., Any], *arguments: Any, preloaded: Sequence[str] = (), run: bool = True
+    ) -> None:
+        self.line = forked("tests.forks:run_work", preloaded)
+        self._work, self._told = (work, arguments), dict[str, Any]()
+        if run:
+            self.start()
+
+    def start(self) -> None:
+        """Begin. (What comes before is over, where `run` is false: the imports.)"""
+        self.line.send(self._work)
+
+    @property
+    def pid(self) -> int:
+        pid: int = self.tell("pid")
+        return pid
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs; negative: the signal it died of."""
+        while "exit" not in self._told and self.line.poll():
+            self._hear()
+        return self._told.get("exit")
+
+    def join(self, limit_s: float | None = None) -> None:
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        while "exit" not in self._told:
+            if not self.line.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                return
+            self._hear()
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):  # it ended just now
+            if self.exitcode is None:
+                os.kill(self.pid, signal.SIGKILL)
+
+    def tell(self, what: str) -> Any:
+        """Its `pid`, its `answer` (whether the work returned, and what; or the traceback), its `exit` code; waited for."""
+        while what not in self._told:
+            self._hear()
+        return self._told[what]
+
+    def _hear(self) -> None:
+        self._told.update([self.line.recv()])
+
+
+def run_work(line: Connection) -> None:
+    """Fork a process for the work that `line` brings, and tell what becomes of it."""
+    work, arguments = line.recv()
+    process = multiprocessing.get_context("fork").Process(target=_answer, args=(line, work, arguments))
+    process.start()
+    line.send(("pid", process.pid))
+    process.join()
+    line.send(("exit", process.exitcode))
+
+
+def _answer(line: Connection, work: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    try:
+        answer = work(*arguments)
+    except BaseException:
+        line.send(("answer", (False, traceback.format_exc())))
+        raise
+    line.send(("answer", (True, answer)))
 
 
 def forked(entry: str, preloaded: Sequence[str] = ()) -> Connection:
