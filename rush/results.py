@@ -71,7 +71,7 @@ class LadderResult:
 
 @dataclass(frozen=True)
 class PlannedRecipe(Plan):
-    """A plan that shows itself."""
+    """A plan that renders in a notebook."""
 
     def _repr_html_(self) -> str:
         from rush.report.notebook import plan_html
@@ -106,7 +106,7 @@ class RaceResult:
 
     @property
     def winner(self) -> Recipe | None:
-        """The recipe that reached the same loss soonest beyond noise; None where that cannot be told."""
+        """The recipe that reached the same loss soonest beyond noise; None if the race is inconclusive."""
         from rush.report.race_words import winner_of
 
         letter = winner_of(self.record)

@@ -97,10 +97,10 @@ def offload(
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Time inference with layers in host memory or on disk, beside accelerate's: tokens per second and memory.
+    """Time inference with layers in host memory or on disk, against accelerate: tokens per second and memory.
 
-    The weights are random, of the shape, and are written to the output folder once. Both contenders read the same files and
-    generate greedily, in fresh processes and in turns.
+    The weights are random and are written to the output folder once. Both contenders read the same files and
+    generate greedily, in fresh processes that take turns.
 
     Examples:
 
@@ -201,7 +201,8 @@ def _show_kernels(record: KernelRecord) -> None:
     ]
     if record["interpreted"]:
         typer.echo(
-            "Kernels without a CPU implementation ran in the interpreter: their results were checked, their speed was not measured."
+            "Kernels without a CPU implementation ran in the interpreter: their results were checked, their "
+            "speed was not measured."
         )
     if targets:
         print_table(["kernel", "size", "pass", "target", "reached", ""], targets, title="Targets")
@@ -256,8 +257,9 @@ def models(
         int | None,
         typer.Option(
             metavar="TOKENS",
-            help="Afterwards race every recipe of ours with a STATISTICAL technique against itself without, over so many tokens, with "
-            "three seeds: its net beside its speed.",
+            help="Afterwards race each of our recipes that has STATISTICAL techniques against itself without "
+            "them, over this many tokens, with "
+            "three seeds: net speedup in addition to speed.",
             min=1,
         ),
     ] = None,

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from rush.tune.search import Doing
 
 MOST_ROWS = 24
-"""Rows of the table; tune.json has all candidates."""
+"""Maximum rows of the table; tune.json has all candidates."""
 CANDIDATE = 26
-"""The widest column of candidates: names are cut between their knobs only."""
+"""Maximum width of the column of candidates; names are broken between knobs only."""
 COLORS = {
     "won": "green",
     "ahead": "green",
@@ -47,7 +47,7 @@ COLORS = {
     "failed": "red",
 }
 CROWDED = 1.5
-"""Load average per core above which other processes disturbed the trials; a trial on a CPU makes about one itself."""
+"""Load average per core above which other processes disturbed the trials; a trial on a CPU itself causes about 1."""
 TRIED = ("start", "ahead", "lost", "won", "failed", "different", "no effect", "unusable")
 
 
@@ -90,7 +90,7 @@ def tune(
     beside: Annotated[
         list[str] | None,
         typer.Option(
-            help="A hand-written recipe to time against the winner after the search, by name or file, with overrides behind it: "
+            help="A hand-written recipe to time against the winner after the search, by name or file, followed by overrides: "
             "'tiny techniques=[]'. Its techniques and micro batch are used. May be repeated.",
             autocompletion=complete_recipe,
         ),
@@ -99,8 +99,9 @@ def tune(
         int | None,
         typer.Option(
             metavar="TOKENS",
-            help="After the search, race the winner with the unchanged recipe over so many tokens, with three seeds: how much sooner "
-            "is the same loss reached? Takes the time of six runs, beyond the budget.",
+            help="After the search, race the winner with the unchanged recipe over this many tokens, with "
+            "three seeds: how much sooner "
+            "is the same loss reached? Takes the time of six runs, in addition to the budget.",
             min=1,
         ),
     ] = None,
@@ -110,7 +111,7 @@ def tune(
     """Search for the fastest recipe on this machine that still learns the same, prove it, and write it to a file.
 
     The planner prunes what cannot fit, short trials rank, longer trials decide, and the winner is compared with plain fp32. A
-    candidate whose loss curve differs, or with a technique that has no effect, is rejected. Tokens per step stay unchanged, as
+    candidate is rejected if its loss curve differs or one of its techniques has no effect. Tokens per step stay unchanged, as
     do LoRA and QLoRA of the recipe, which the reference uses too.
 
     An interrupted search resumes when you run the same command again. No trial is repeated.

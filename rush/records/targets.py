@@ -1,7 +1,7 @@
-"""What became of a target, in one word: reached, close call, missed, not measured.
+"""The result of a target in one word: reached, close call, missed, not measured.
 
-A record calls a target reached where the ratio itself is enough, and adds a reason where its interval reaches beyond the
-target. Whoever shows it says "close call" there: the next measurement may miss it.
+A record calls a target reached if the ratio itself is sufficient, and adds a reason if its interval extends beyond the target.
+Then pages show "close call": the next measurement may miss it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A run is always in a phase (`RunStatus`). Any error that is not a `RushError` yet becomes one here: the traceback goes to
 `failure.log` in the run's folder, and the message names what failed, which technique to remove, and how to resume from the
-last checkpoint, which a failure never touches. For an error of this package itself it asks for a report.
+last checkpoint, which a failure never touches. A `RushError` that is raised once the run trains (a kernel refuses a width, not
+one row of a validation fits) gets the same around its own sentence. For an error of this package itself it asks for a report.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ from pathlib import Path
 
 import torch
 
-from rush.errors import CannotWrite, Diverged, Outage, OwnFault, RunFailed, RushError
+from rush.errors import (
+    CannotWrite,
+    Diverged,
+    Outage,
+    OwnFault,
+    RankLost,
+    RecipeError,
+    RunFailed,
+    RushError,
+    text_of,
+)
 from rush.files import append_log, is_disk_full, write_json_atomic
 from rush.hardware import Machine, fragmentation_hint, out_of_memory
 from rush.parallel import AXES, Ranks, started_rank
@@ -90,7 +101,8 @@ class RunStatus:
 
 @contextmanager
 def reporting_failures(status: RunStatus) -> Iterator[None]:
-    """Turn any error of the block that is not a `RushError` into one."""
+    """Turn any error of the block into a `RushError` that says where the run was. (A panic of a library in Rust is no
+    `Exception`.)"""
     try:
         yield
     except CannotWrite as error:
@@ -98,9 +110,13 @@ def reporting_failures(status: RunStatus) -> Iterator[None]:
     except Diverged as error:
         _record_failure(error, status, [], str(error))
         raise
-    except RushError:
+    except RushError as error:
+        if isinstance(error, RankLost) or status.phase in (Phase.BUILD, Phase.ONE_BATCH):
+            raise
+        raise _refused_mid_run(error, status) from error
+    except KeyboardInterrupt:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise failure_message(error, status) from error
 
 
@@ -111,6 +127,23 @@ def _cannot_write(error: CannotWrite, status: RunStatus) -> CannotWrite:
     whose = "" if status.ranks.alone or FROM_RANK_0 in notes else f"rank {status.ranks.rank}: "
     failed = CannotWrite(f"{whose}{error} {_how_to_resume(status)}".rstrip())
     for note in notes:
+        failed.add_note(note)
+    return failed
+
+
+def _refused_mid_run(error: RushError, status: RunStatus) -> RushError:
+    """The same kind of error, with the phase, whose code refused, the log, and how to resume."""
+    uses = status.uses()
+    found, where = _log_failure(error, status, str(status), uses)
+    found = found if isinstance(error, RecipeError) else []
+    said = f"{str(error).rstrip('.')}."
+    at = "" if said.startswith(str(status)) else f"{status} failed: "
+    whose = [_suspects_message(found)] if found else []
+    message = " ".join([f"{at}{said}", *whose])
+    suspected = [one.technique.name for one in _suspected(found, compiler=False)]
+    _record_failure(error, status, suspected, message)
+    failed = type(error)(f"{message} {where} {_how_to_resume(status)}".rstrip())
+    for note in getattr(error, "__notes__", ()):
         failed.add_note(note)
     return failed
 
@@ -190,7 +223,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in text_of(error).splitlines() if line.strip()]
     # A compiler's first line is a heading.
     lines[1:] = [line for line in lines if line.startswith("Explanation: ")]
     shown = f"{type(error).__name__}: {'. '.join(lines)}" if lines else type(error).__name__
@@ -206,7 +239,9 @@ def _diagnosis(
         return RunFailed, _memory_message(memory, status)
     failed = f"{status} failed with {one_line(error)}."
     on_device = any(_is_device_error(one) for one in chain(error))
-    of_system = any(isinstance(one, OSError) for one in chain(error))
+    of_system = any(
+        isinstance(one, OSError) or "can't start new thread" in text_of(one) for one in chain(error)
+    )
     hint = (
         " CUDA errors are reported asynchronously: CUDA_LAUNCH_BLOCKING=1 shows the true place."
         if on_device
@@ -223,8 +258,17 @@ def _diagnosis(
         return RunFailed, f"{failed} {nobody}"
     return (
         OwnFault,
-        f"{failed} {nobody} This looks like a mistake in rush {__version__}: please report it, with the log.",
+        f"{failed} {nobody} This looks like a mistake in rush {__version__}{_report_advice(uses)}",
     )
+
+
+def _report_advice(uses: list[Use]) -> str:
+    """To report it; a technique of one's own may have left something behind that fails elsewhere."""
+    own = [use.technique.name for use in uses if use.technique.name in given()]
+    if not own:
+        return ": please report it, with the log."
+    named = " or ".join(f"{name} ({given()[name]})" for name in own)
+    return f", or in {named}: if it fails without that, too, please report it, with the log."
 
 
 def _is_device_error(error: BaseException) -> bool:
@@ -233,7 +277,7 @@ def _is_device_error(error: BaseException) -> bool:
         kind for name in ("AcceleratorError",) if isinstance(kind := getattr(torch, name, None), type)
     )
     return isinstance(error, kinds) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE_ERRORS)
+        isinstance(error, RuntimeError) and any(text in text_of(error) for text in _DEVICE_ERRORS)
     )
 
 

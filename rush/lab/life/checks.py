@@ -1,7 +1,7 @@
 """The checks after each part of a life: metrics, checkpoints, standard error, and tolerances.
 
 A run validates through its techniques, `rush evaluate` through the plain model: they agree up to the rounding of the run's
-matmuls, a mean over many labels to a quarter of it. Whatever the same code computes twice is equal bit for bit.
+matmuls, a mean over many labels to a quarter of it. Results of the same code are equal bit for bit.
 """
 
 from __future__ import annotations
