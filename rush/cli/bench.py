@@ -62,7 +62,7 @@ def kernels(
             folder,
             quick=quick,
             device=device,
-            watch=lambda p: show(p.op or "machine", p.doing, p.done, p.total),
+            watch=show,
         )
     write_kernel_report(folder, folder / "report.html")
     if json:
@@ -300,7 +300,7 @@ def models(
             workloads,
             folder,
             extra_techniques=files,
-            watch=lambda p: show(p.workload, p.doing, p.done, p.total),
+            watch=show,
             note=notes,
         )
         race_models(record, folder, race, techniques=[str(file) for file in files], note=notes)

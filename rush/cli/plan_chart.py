@@ -26,12 +26,7 @@ def draw(
     chart: str,
     recipe: str | None,
     overrides: Sequence[str],
-    machine: str | None,
-    against: str | None,
-    devices: int | None,
-    nodes: int | None,
-    link: str | None,
-    network: str | None,
+    options: Mapping[str, Any],
     out: Path | None,
     json: bool,
     refused: Mapping[str, bool],
@@ -46,9 +41,6 @@ def draw(
     names = list(KINDS) if chart == "all" else [chart]
     for name in names:
         find_chart(name)
-    options: dict[str, Any] = {
-        "machine": machine, "against": against, "devices": devices, "nodes": nodes, "link": link, "network": network,
-    }  # fmt: skip
     given = any(value is not None for value in options.values())
     if chart == "all" and (given or recipe or overrides):
         raise RecipeError(
