@@ -31,6 +31,14 @@ def readable(message: str) -> str:
     return printable(message)
 
 
+def text_of(error: BaseException) -> str:
+    """What an error says; a stranger's may fail to say anything."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 class RushError(Exception):
     """An error that the user can understand and fix."""
 

@@ -13,7 +13,7 @@ from rush.cli.options import Device, ExtraTechniques, Json
 from rush.cli.output import note, print_json, print_table, say
 from rush.errors import RecipeError
 from rush.records.step_gap import parity_words
-from rush.records.targets import target_word
+from rush.records.targets import CLOSE_CALL, target_word
 
 if TYPE_CHECKING:
     from rush.records.kernels import KernelRecord, KernelRow
@@ -359,8 +359,8 @@ def _memory_row(target: dict[str, Any]) -> list[str]:
 
 
 def _verdict(target: dict[str, Any]) -> str:
-    word, why = target_word(target), target["why"] or ""
-    return f"{word}{': ' + why.removeprefix('a close call: ') if why else ''}"[:90]
+    word, why = target_word(target), target["why"]
+    return word if word == CLOSE_CALL else f"{word}: {why}"[:90] if why else word
 
 
 def _show_longest(longest: LongestRecord, title: str) -> None:

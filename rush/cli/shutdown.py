@@ -25,6 +25,7 @@ from pathlib import Path
 
 import typer
 
+from rush.errors import text_of
 from rush.files import append_log
 from rush.interrupts import interrupt_again
 from rush.version import __version__
@@ -113,7 +114,7 @@ _report: Reporter = report_unexpected
 
 
 def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in text_of(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300].rstrip('.')}" if lines else type(error).__name__
 
 

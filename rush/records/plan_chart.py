@@ -28,6 +28,12 @@ class StatedError(TypedDict):
     time: Annotated[float, Field(ge=0)]
 
 
+NO_CHECKPOINTING = "no checkpointing"
+"""The series without checkpointing of the chart `batch`."""
+SAME_STEP, GROWING_STEP, BEST_RECIPE = MODES = ("the same step", "a step that grows", "the best recipe")
+"""What the chart `cards` keeps where it compares more devices with one: its groups are a recipe's name and one of these."""
+
+
 class PredictedPoint(TypedDict, total=False):
     series: Required[str]
     """The line that the point is on."""

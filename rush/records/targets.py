@@ -13,10 +13,9 @@ CLOSE_CALL = "close call"
 
 
 def target_word(target: Mapping[str, Any]) -> str:
-    """The recorded verdict, but "close call" where the record says so or its interval does."""
+    """The recorded verdict, but "close call" where the interval of what was reached has an end beyond the target."""
     verdict = str(target["verdict"])
-    close = CLOSE_CALL in (target.get("why") or "") or beyond(target, target.get("ci95"))
-    return CLOSE_CALL if verdict == "reached" and close else verdict
+    return CLOSE_CALL if verdict == "reached" and beyond(target, target.get("ci95")) else verdict
 
 
 def beyond(target: Mapping[str, Any], interval: Any) -> bool:

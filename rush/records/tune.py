@@ -123,21 +123,36 @@ PLANNED = "planned: "
 """Prefix of the key of a recipe that the planner composed; its techniques and micro batch follow."""
 
 
-def short_names(rows: Iterable[CandidateRow]) -> dict[str, str]:
-    """A name for each key that fits into a table. A recipe of the planner gets a number, and after the first its difference from
-    that one."""
-    names: dict[str, str] = {}
+@dataclass(frozen=True)
+class CandidateName:
+    """A name that fits into a table."""
+
+    short: str
+    difference: str = ""
+    """Of a later recipe of the planner: what it has and lacks against the first."""
+    whole: str | None = None
+    """All parts of a recipe of the planner whose difference is not given."""
+
+    def __str__(self) -> str:
+        return f"{self.short}: {self.difference}" if self.difference else self.short
+
+
+def short_names(rows: Iterable[CandidateRow]) -> dict[str, CandidateName]:
+    """A name for each key. A recipe of the planner gets a number, and after the first its difference from that one."""
+    names: dict[str, CandidateName] = {}
     first: _Parts | None = None
     number = 0
     for row in rows:
         key = row["key"]
         if row.get("kind", "jump" if key.startswith(PLANNED) else "") != "jump":
-            names[key] = key
+            names[key] = CandidateName(key)
             continue
         parts, number = _parts(row), number + 1
         difference = [] if first is None else parts.differences(first)
-        said = f": jump 1 {', '.join(difference)}" if 0 < len(difference) <= 3 else ""
-        names[key] = f"jump {number}{said}"
+        if 0 < len(difference) <= 3:
+            names[key] = CandidateName(f"jump {number}", f"jump 1 {', '.join(difference)}")
+        else:
+            names[key] = CandidateName(f"jump {number}", whole=key.removeprefix(PLANNED))
         first = first or parts
     return names
 

@@ -20,7 +20,7 @@ from rush.data.conversations.formats import detect, read_fields
 from rush.data.conversations.rows import Row
 from rush.data.conversations.templates import Template
 from rush.data.conversations.turns import BadRow, Conversation, Pair, Sample, Text
-from rush.data.readers import Slice, parse_line, read_lines, read_rows, read_slice
+from rush.data.readers import BadLine, Slice, parse_line, read_lines, read_rows, read_slice
 from rush.data.sources import plan_units
 from rush.data.tokenizer import Tokenizer
 from rush.errors import DataError
@@ -129,9 +129,8 @@ def _slice_rows(piece: Slice) -> Iterator[tuple[Row, str | None]]:
         for number, line in read_lines(piece):
             try:
                 yield Row(*parse_line(line, piece.path, number)), None
-            except DataError as error:
-                name = f"{piece.path}:{number}"
-                yield Row(name, {}), str(error).removeprefix(f"{name}: ")
+            except BadLine as bad:
+                yield Row(f"{piece.path}:{number}", {}), bad.problem
     else:
         yield from ((Row(name, values), None) for name, values in read_rows(piece))
 

@@ -53,7 +53,7 @@ class Sampler:
             try:
                 with run.held():
                     text = sample_text(run, corpus, tokens, SHORT_PREFILL if short else PREFILL_TOKENS)
-            except (MemoryError, RuntimeError) as error:
+            except (MemoryError, RuntimeError, OSError) as error:
                 if not out_of_memory(error):
                     raise
             else:

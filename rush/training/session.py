@@ -150,7 +150,7 @@ class Session:
         except BaseException as error:
             if self.saver.failed_step is not None:
                 self.status.enter(Phase.SAVE, self.saver.failed_step)
-            if isinstance(error, Exception | SystemExit) and not lost(error):
+            if not isinstance(error, KeyboardInterrupt) and not lost(error):
                 self._finish_save()
             else:  # another rank is gone, or there is no time
                 self.saver.abandon()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rush.cli import main
+from rush.errors import KernelRefusal
 from rush.files import sha256_file
 from rush.records.checkpoint_store import verify
 from rush.records.run_folder import RunFolder
@@ -94,6 +95,7 @@ def goes_on(world: Path, out: Path, name: str, step: int, monkeypatch: pytest.Mo
     [
         ("in_forward", "step 3", "RuntimeError: planted in forward", 2),
         ("in_backward", "step 3", "KeyError: 'planted in backward'", 2),
+        ("no_exception", "step 3", "Panic: planted panic", 2),
         ("under_no_grad", "the validation after step 2", "TypeError: planted under no_grad", 1),
     ],
 )
@@ -110,6 +112,26 @@ def test_a_technique_that_raises_mid_run_is_named_and_the_run_resumes_once_it_is
     assert f"`rush train --out {out} --resume --technique {file}`" in message
     checked_log(out, message, f"at: {at}\n", raised, f"on the stack: {name} (")
     goes_on(world, out, name, saved, monkeypatch)
+
+
+def test_what_refuses_mid_run_says_where_and_how_to_resume_and_keeps_its_exit_code(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal is a sentence already; once the run trains it is a failure of the run, too."""
+    file, out = file_of(world, "refuses", broken=True), tmp_path / "run"
+    done = train(world, "refuses", out)
+    assert done.returncode == KernelRefusal.exit_code, done.stderr
+    message = the_message(done)
+    assert message.startswith(
+        f"error: the validation after step 2 failed: planted: no rows of 17. The code of the technique refuses ({file}:"
+    )
+    assert (
+        f"The last checkpoint (step-000001) is intact: resume from it with `rush train --out {out}" in message
+    )
+    checked_log(out, message, "at: the validation after step 2\n", "on the stack: refuses (")
+    told = json.loads((out / "failure.json").read_text())
+    assert (told["phase"], told["step"], told["techniques"]) == ("validation", 2, ["refuses"])
+    goes_on(world, out, "refuses", 1, monkeypatch)
 
 
 def test_a_technique_that_raises_in_apply_is_named_and_the_run_is_not_touched(
@@ -220,6 +242,25 @@ def test_another_command_takes_the_file_too(
     said = capfd.readouterr().err
     assert "the training on one batch failed with ValueError: planted in apply." in said
     assert said.endswith(f"The full log is {world / 'rush-failure.log'}.\n")
+
+
+def test_what_a_file_raises_outside_of_a_run_is_named_with_its_line(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = (FAILING / "in_apply.py").read_text()
+    head, tail = text.split("technique = Technique(")
+    file = tmp_path / "in_requires.py"
+    file.write_text(
+        f"{head}from rush.techniques.api.contract import Requirement\n\n\ndef met(machine, recipe):\n"
+        f"    raise ValueError('planted in requires')\n\n\ntechnique = Technique("
+        f"requires=(Requirement('planted', met),),{tail}"
+    )
+    words = ["plan", world / "gpt2.toml", "techniques=['in_apply']", "--technique", file]
+    assert in_this_process(world, monkeypatch, *words) == 4
+    said = capfd.readouterr().err
+    assert said.startswith(f"error: ValueError: planted in requires. {file}:")
+    assert "given by --technique, is on the stack: fix it. The full log is " in said
+    assert "bug in rush" not in said
 
 
 BAD_FILES = {

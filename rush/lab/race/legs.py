@@ -76,7 +76,7 @@ class RaceBench:
             note = RaceLeg(first=0, last=0, place=place, started=started, wall_s=wall_s, load=load)
             read_run(run, files, until, note)
             return
-        run["status"], run["reason"] = _ending(codes, _stderr(streams), read_failure(files))
+        run["status"], run["reason"] = _ending(codes, _stderr(streams))
 
 
 def read_run(run: RaceRun, files: RunFolder, until: int, note: Mapping[str, Any] | None = None) -> None:
@@ -107,21 +107,12 @@ def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def read_failure(files: RunFolder) -> Mapping[str, Any]:
-    from rush.files import parse_json
-
-    try:
-        found = parse_json(files.last_failure.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _ending(codes: list[int] | None, stderr: str, failure: Mapping[str, Any]) -> tuple[str, str]:
+def _ending(codes: list[int] | None, stderr: str) -> tuple[str, str]:
     """The status of a run whose leg did not reach its end, and the reason."""
     if codes is None:
         return "killed", "its leg was not done after two weeks"
-    said = shareable(last_error(stderr)).removeprefix("error: ")
+    line, message = last_error(stderr)
+    said = shareable(message or line)
     if Diverged.exit_code in codes:
         return "diverged", said
     if all(

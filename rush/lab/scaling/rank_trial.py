@@ -105,7 +105,11 @@ def _gather(num_ranks: int, exits: Mapping[int, int], result: TrialResult) -> No
     result.found["complete"] = False
     result.add(ranks=[{key: one.get(key) for key in OWN} for one in reports])
     endings = [
-        (bool(one.get("lost")), BLAME.index(one.get("ended", one["status"])), str(one.get("reason")))
+        (
+            bool(one.get("lost")),
+            BLAME.index(one.get("ended", one["status"])),
+            str(one.get("ended_reason", one.get("reason"))),
+        )
         for one in reports
         if one.get("complete") and (one["status"] != "ok" or "ended" in one)
     ]
@@ -121,7 +125,7 @@ def _gather(num_ranks: int, exits: Mapping[int, int], result: TrialResult) -> No
     if endings:
         # A rank that lost the connection to another one is not at fault.
         _, status, reason = min(endings)
-        result.finish(BLAME[status], reason.removeprefix("after the timing: "))
+        result.finish(BLAME[status], reason)
 
 
 def _file(path: Path, rank: int) -> Path:

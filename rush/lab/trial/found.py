@@ -130,6 +130,7 @@ class TrialFound(TypedDict, total=False):
     reason: str | None
     ended: str
     """The status of a trial that failed after its timing."""
+    ended_reason: str | None
     lost: bool
     """Whether it failed because another rank did."""
     seconds: dict[str, float]

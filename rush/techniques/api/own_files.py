@@ -48,6 +48,10 @@ _GIVEN: dict[str, Path] = {}
 WANTED = "--technique takes a Python file that defines `technique`, a rush.techniques.Technique"
 
 
+MODULE_PREFIX = "rush_extra_"
+"""How the names of the modules made from such files begin."""
+
+
 def given() -> Mapping[str, Path]:
     """Techniques from files, with their files."""
     return _GIVEN
@@ -74,7 +78,7 @@ def added(files: Sequence[Path]) -> Iterator[None]:
 
 
 def _execute(file: Path) -> ModuleType:
-    name = f"rush_extra_{file.stem}"
+    name = f"{MODULE_PREFIX}{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None, file
     assert spec.loader is not None, file
