@@ -136,11 +136,13 @@ def _refused_mid_run(error: RushError, status: RunStatus) -> RushError:
     uses = status.uses()
     found, where = _log_failure(error, status, str(status), uses)
     found = found if isinstance(error, RecipeError) else []
-    _record_identifiers(error, status, [one.technique.name for one in _suspected(found, compiler=False)])
     said = f"{str(error).rstrip('.')}."
     at = "" if said.startswith(str(status)) else f"{status} failed: "
     whose = [_suspects_message(found)] if found else []
-    failed = type(error)(" ".join([f"{at}{said}", *whose, where, _how_to_resume(status)]).rstrip())
+    message = " ".join([f"{at}{said}", *whose])
+    suspected = [one.technique.name for one in _suspected(found, compiler=False)]
+    _record_failure(error, status, suspected, message)
+    failed = type(error)(f"{message} {where} {_how_to_resume(status)}".rstrip())
     for note in getattr(error, "__notes__", ()):
         failed.add_note(note)
     return failed
