@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from rush.lab.life.checks import Broken, check_repeated, check_stderr, check_whole, last_error, rounding
 from rush.lab.life.life import EVERY, Lives, short
 from rush.lab.life.logits import largest_difference
-from rush.lab.trial.starter import COMMANDS, Starter
+from rush.lab.trial.starter import Starter
 from rush.recipe import Recipe
 from rush.recipe_io import changed, load_recipe
 from rush.records.run_folder import RunFolder
+from tests.forks import shared_starter
 from tests.fresh_cache import fresh_cache
 from tests.small_recipe import write_small_recipe
 
@@ -29,7 +30,7 @@ WHOLE = tuple(part for part in EVERY if part not in ("chat", "merge", "adapter")
 
 @pytest.fixture(scope="module")
 def starter() -> Iterator[Starter]:
-    starter = Starter((PLANTED, *COMMANDS), dismantle=False)
+    starter = shared_starter([PLANTED])
     yield starter
     starter.close()
 

@@ -70,7 +70,12 @@ class Starter:
     """Starts one trial after another; the forking process is made when the first is asked for."""
 
     def __init__(
-        self, preloaded: Sequence[str] = (), *, fork: bool = sys.platform == "linux", dismantle: bool = True
+        self,
+        preloaded: Sequence[str] = (),
+        *,
+        fork: bool = sys.platform == "linux",
+        dismantle: bool = True,
+        line: Callable[[Sequence[str]], Connection] | None = None,
     ) -> None:
         self._preloaded = preloaded
         """Further modules that trials will need."""
@@ -79,6 +84,9 @@ class Starter:
         self._dismantle = dismantle
         """Whether a finished `rush` command finalizes its interpreter, as a user's does. That takes longer than a tiny command
         itself; without it, threads are still joined and exit callbacks still run."""
+        self._given_line = line
+        """Connects to a forking process that somebody else started, which has imported the modules it is called with
+        (`serve`); None: this starts one of its own."""
         self._server: subprocess.Popen[bytes] | None = None
         self._line: Connection | None = None
 
@@ -158,6 +166,8 @@ class Starter:
         self._server = self._line = None
 
     def _connect(self) -> Connection:
+        if self._line is None and self._given_line is not None:
+            self._line = self._given_line(self._preloaded)
         if self._line is None:
             self._line, far = Pipe()
             with far:
@@ -268,9 +278,9 @@ def _kill(pids: Sequence[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _serve(line: Connection, preloaded: Sequence[str]) -> None:
-    """Fork the children of every request, report their pids, wait for them, report how they ended."""
-    for name in (*PRELOADED, *preloaded):
+def preload(names: Sequence[str]) -> None:
+    """Import what trials need, and these modules."""
+    for name in (*PRELOADED, *names):
         importlib.import_module(name)
     registry()
     if "rush.cli" in sys.modules:
@@ -278,6 +288,10 @@ def _serve(line: Connection, preloaded: Sequence[str]) -> None:
     # Children share these objects' memory until they write to it, and a collection writes to every object it looks at.
     gc.collect()
     gc.freeze()
+
+
+def serve(line: Connection) -> None:
+    """Fork the children of every request, report their pids, wait for them, report how they ended."""
     while True:
         try:
             children: list[dict[str, Any]] = json.loads(line.recv_bytes())
@@ -344,4 +358,5 @@ def _leave_standing() -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
-    _serve(Connection(int(sys.argv[2])), sys.argv[3:])
+    preload(sys.argv[3:])
+    serve(Connection(int(sys.argv[2])))
