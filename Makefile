@@ -92,7 +92,7 @@ docs: $(VENV)/.dev ## write the generated pages: techniques, recipe keys, explan
 docs-site: $(VENV)/.dev ## the documentation as a site in site/, without network (open site/index.html)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-format: $(VENV)/.dev ## format and mend what can be mended
+format: $(VENV)/.dev ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

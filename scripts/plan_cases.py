@@ -1,4 +1,4 @@
-"""Measure recipes that have nothing to do with each other, for the planner to be held against.
+"""Measure recipes that have nothing to do with each other, to compare the planner with.
 
     python scripts/plan_cases.py --out results/plan-cases-h200 --within 290
 
