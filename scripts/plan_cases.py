@@ -5,7 +5,7 @@
 A ladder goes up step by step; a planner is tested by recipes far apart. Each case of `plan_cases.toml` (or of another
 file) is a recipe with changes; each is timed and watched in a fresh process, briefly and once, without parity: figures of
 time and memory, no findings. The record is a ladder's, so that `rush plan --check` reads it. What was measured is kept: the
-same command goes on where it stopped, and after `--within` seconds no further case is begun.
+same command resumes where it stopped, and after `--within` seconds no further case is begun.
 """
 
 from __future__ import annotations
