@@ -32,7 +32,7 @@ def readable(message: str) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """What an error says; a stranger's may fail to say anything."""
+    """The text of an error; str() of a third-party error may fail."""
     try:
         return str(error)
     except Exception:

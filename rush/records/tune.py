@@ -129,7 +129,7 @@ class CandidateName:
 
     short: str
     difference: str = ""
-    """Of a later recipe of the planner: what it has and lacks against the first."""
+    """The difference of a later recipe of the planner from the first."""
     whole: str | None = None
     """All parts of a recipe of the planner whose difference is not given."""
 

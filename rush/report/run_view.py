@@ -1,6 +1,6 @@
 """A run folder as a page shows it: the curves, the samples, where it ended, what to be told of it.
 
-A folder may be unfinished, damaged or a stranger's: what cannot be read is left out, and said.
+A folder may be unfinished, damaged or untrusted: unreadable parts are omitted, with a note.
 """
 
 from __future__ import annotations

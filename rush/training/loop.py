@@ -105,7 +105,7 @@ def _train_recipe(
 
 
 def configuration(recipe: Recipe) -> str:
-    """What all ranks must have the same of."""
+    """The configuration that must be equal on all ranks."""
     return (
         f"the recipe {recipe.digest[:12]}, rush {__version__} and torch {torch.__version__}{digests(recipe)}"
     )
@@ -227,7 +227,7 @@ def _train(
 
 
 def _check_until(until: int | None, resumed: Checkpoint | None) -> None:
-    """Refuse a last step that is behind: nothing would be trained."""
+    """Refuse a last step that has passed already."""
     done = 0 if resumed is None else resumed.step
     if until is not None and until <= done:
         raise RecipeError(
@@ -253,7 +253,7 @@ def _check_held_out(corpus: Corpus, recipe: Recipe) -> None:
 
 
 def _check_position(checkpoint: Checkpoint, extra: Mapping[str, Any]) -> None:
-    """Refuse a state whose position is not one: a checkpoint may be a stranger's, sealed anew."""
+    """Refuse a state with an invalid position: a checkpoint may be untrusted and resealed."""
     numbers = [extra.get("step"), extra.get("tokens")]
     if (
         not all(type(number) is int and 0 <= number < 2**62 for number in numbers)
