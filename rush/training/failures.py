@@ -125,7 +125,8 @@ def _cannot_write(error: CannotWrite, status: RunStatus) -> CannotWrite:
     _record_identifiers(error, status, [])
     notes = getattr(error, "__notes__", ())
     whose = "" if status.ranks.alone or FROM_RANK_0 in notes else f"rank {status.ranks.rank}: "
-    failed = CannotWrite(f"{whose}{error} {_how_to_resume(status)}".rstrip())
+    at = "" if status.phase in (Phase.BUILD, Phase.ONE_BATCH) else f" That was in {status}."
+    failed = CannotWrite(f"{whose}{error}{at} {_how_to_resume(status)}".rstrip())
     for note in notes:
         failed.add_note(note)
     return failed

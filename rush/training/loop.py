@@ -131,11 +131,11 @@ def _resumed_recipe(stored: Recipe, given: Recipe | None) -> Recipe:
         given = resolved(given, stored.steps)  # computed when the run began
     if given is not None:
         given = as_recorded(given, stored)
-    wanted, free = given or stored, FREE_ON_RESUME
-    changes = differences(stored, wanted)
+    wanted = given or stored
+    changes, free = differences(stored, wanted), set(FREE_ON_RESUME)
     counts_samples = stored.objective.kind == "lm"
     if counts_samples and wanted.step_sizes == stored.step_sizes:
-        free += MICRO_BATCH
+        free |= set(MICRO_BATCH)
     fixed = [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if key not in free]
     if fixed:
         smaller = counts_samples and "batch.micro" in changes and "batch.total_tokens" not in changes
