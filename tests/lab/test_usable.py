@@ -129,6 +129,8 @@ def test_a_short_life_has_the_micro_batch_of_the_rung_and_fewer_layers_where_che
          "broken", "it cannot save: "),
         (PartResult("whole", "exit code 5: error: the loss of step 3 is not finite.", 1.0, 5), "not known", "the loss of step 3"),
         (PartResult("whole", "exit code 2: error: batch.micro is too large.", 1.0, 2), "not known", "its short schedule could not"),
+        (PartResult("whole", "exit code 2: error: the validation after step 2 failed: no rows of 17.", 1.0, 2, phase="validation"),
+         "broken", "it cannot validate: the validation after step 2 failed: no rows of 17."),
         (PartResult("again", "exit code 2: error: the technique x changed.", 1.0, 2), "broken", "it cannot resume: the technique"),
         (PartResult("whole", "exit code 4: error: the checkpoint of step 2 failed with KeyError: 'x'. The full log is /a/b.", 1.0, 4, phase="save"),
          "broken", "it cannot save: the checkpoint of step 2 failed with KeyError: 'x'."),
