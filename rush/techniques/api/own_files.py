@@ -28,6 +28,7 @@ from rush.records.typed import wrong_field
 from rush.techniques import registry
 from rush.techniques.api import plugins
 from rush.techniques.api.contract import Technique
+from rush.techniques.api.field_types import wrong_type
 
 
 @final
@@ -115,6 +116,8 @@ def _checked(file: Path) -> Technique:
         raise RecipeError(f"--technique names {file}, which defines no `technique`; {WANTED}.")
     if not isinstance(found, Technique):
         raise RecipeError(f"`technique` in {file} is a {type(found).__name__}; {WANTED}.")
+    if (wrong := wrong_type(found)) is not None:
+        raise RecipeError(f"`technique` in {file} is not complete: {wrong}.")
     if found.name in registry():
         raise RecipeError(
             f"{file} defines the technique {found.name!r}, and {_owner(found.name)}; give it another name."
