@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any, AnyStr
 
 from rush.errors import DataError, MachineError
+from rush.files import open_file
 
 TEXT_DOCUMENT_BYTES = 64 * 1024
 TEXT_WHOLE_BYTES = 4 * TEXT_DOCUMENT_BYTES
@@ -90,7 +91,7 @@ def file_kind(path: Path) -> str:
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[IO[bytes]]:
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             yield file
     except OSError as error:
         raise DataError(

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from rush.errors import DataError, RecipeError
-from rush.files import sha256_file, write_json_atomic
+from rush.files import read_file, sha256_file, write_json_atomic
 from rush.recipe import Recipe
 from rush.records.run_folder import RunFolder
 from rush.records.typed import wrong_field
@@ -164,7 +164,7 @@ def check_remembered(
     if not os.path.isfile(folder.techniques):
         return
     try:
-        told = _TOLD.validate_json(folder.techniques.read_bytes(), strict=True)
+        told = _TOLD.validate_json(read_file(folder.techniques), strict=True)
     except ValidationError as error:
         raise DataError(
             f"{folder.techniques} does not list the technique files of this run ({wrong_field(error)}); restore it, or remove it and "
