@@ -208,6 +208,7 @@ def _plan(
     from rush.recipe_io import load_recipe
 
     chosen = load_recipe(recipe, overrides, auto=True)
+    words = [recipe, *overrides]
     if chosen.model.name != recipe and any(one.startswith("model.name") for one in overrides):
         recipe = f"{chosen.model.name} as {recipe}"
     if search:
@@ -232,6 +233,16 @@ def _plan(
     show_plan(recipe, found, budget, price)
     if html is not None:
         typer.echo(f"\nWritten: {html}")
+    if found.fits and machine is None:
+        next_step(
+            "rush", "train", *words, *(["--nproc", str(found.target.devices)] * (found.target.devices > 1))
+        )
+        return
+    on = [] if machine is None else ["--machine", machine]
+    sizes = [
+        f"--{name}={value}" for name, value in (("devices", devices), ("nodes", nodes)) if value is not None
+    ]
+    next_step("rush", "plan", *words, *on, *sizes, "--search", why="the fastest that fits")
 
 
 CONFIG_RECIPE = "llama-3.1-8b"
@@ -274,6 +285,12 @@ def _plan_config(
         typer.secho("\nNot known to the planner, and counted as the nearest it knows", bold=True)
     for doubt in found.model.doubts:
         say(f"  {doubt}")
+    typer.echo("")
+    if found.model.doubts:
+        next_step("rush", "plan", "--config", config, "layout.fsdp=64", "--machine", "h100-sxm", "--devices", "8", "--nodes", "8", why="other layouts and machines")  # fmt: skip
+    else:
+        on = [] if machine is None else ["--device", machine]
+        next_step("rush", "start", config, "--data", "FILES", *on, why="a recipe for your data")
 
 
 def count(text: str) -> float:
@@ -429,6 +446,7 @@ def _check(results: Path, json: bool) -> None:
             f"Of {len(rooms)} recipes that ran out of memory, {len(wrong)} are predicted to fit"
             f"{' (' + '; '.join(wrong) + ')' if wrong else ''}."
         )
+    next_step("rush", "plan", "--chart", "all", why="the same beside what others published, as pictures")
 
 
 def _page(

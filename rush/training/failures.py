@@ -133,6 +133,7 @@ def _record_identifiers(error: BaseException, status: RunStatus, techniques: lis
     if status.folder is None:
         return
     identifiers = {
+        "error": type(error).__name__,
         "phase": status.phase.name.lower(),
         "step": status.step,
         "techniques": techniques,
