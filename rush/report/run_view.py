@@ -225,10 +225,7 @@ def warnings(run: RunView) -> list[str]:
             f"rush train --out {shlex.quote(run.name)} --resume"
         )
     if run.status == "failed":
-        phase = text(run.failure.get("phase")) or "a step"
-        names = [word for one in run.failure.get("techniques") or () if (word := text(one))]
-        blamed = f"; on the stack: {', '.join(names)}" if names else ""
-        notes.append(f"The run failed ({phase}{blamed}); failure.log in its folder has the traceback.")
+        notes.append(_failed(run))
     if run.status == "stale":
         notes.append("The run's process is there or unknown, and nothing was written for a while.")
     if series.num_not_finite:
@@ -251,6 +248,27 @@ def warnings(run: RunView) -> list[str]:
     if cut:
         notes.append(f"{formatting.plural(cut, 'sample')} cut or left out; the reason stands beside it.")
     return notes
+
+
+def _failed(run: RunView) -> str:
+    """How the run failed, from its `failure.json`."""
+    error, step = text(run.failure.get("error")), whole(run.failure.get("step"))
+    at = f" at step {formatting.count(step)}" if step is not None else ""
+    if error == "Diverged":
+        return (
+            f"The run diverged{at}: its loss or gradient norm was not finite, and the weights were not updated. Lower "
+            "optimizer.lr, lengthen schedule.warmup, or look at the samples that the message named."
+        )
+    if error == "Drifted":
+        return f"The run ended{at}: its replicas held different weights. Look for a faulty device, and resume it."
+    phase = text(run.failure.get("phase")) or "a step"
+    where = phase + (f" {step}" if phase == "step" else f", step {step}") * (step is not None)
+    found = run.failure.get("techniques")
+    names = [word for one in (found if isinstance(found, list) else ()) if (word := text(one))]
+    blamed = f"; on the stack: {', '.join(names)}" if names else ""
+    log = RunFolder(run.folder).failures
+    traceback = f"; {log.name} in its folder has the traceback" if os.path.isfile(log) else ""
+    return f"The run failed ({where}{blamed}){traceback}."
 
 
 def _validation_rise(run: RunView) -> str | None:

@@ -167,6 +167,7 @@ def _record_failure(error: BaseException, status: RunStatus, techniques: list[st
     if status.folder is None:
         return
     failure = {
+        "error": type(error).__name__,
         "phase": status.phase.name.lower(),
         "step": status.step,
         "techniques": techniques,
