@@ -294,8 +294,8 @@ def plan_config(
     found = read_json(local_config(config), "give a folder or a file with a model's config.json")
     try:
         model = Foreign(shape_from_config(found))
-    except DataError:
-        model = nearest_shape(found)
+    except DataError as refused:
+        model = nearest_shape(found, str(refused))
     chosen = _recipe(recipe, overrides)
     if chosen.batch.sequence > model.shape.context:
         raise RecipeError(

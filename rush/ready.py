@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rush.errors import RecipeError, nearest
+from rush.files import read_file
 
 
 def short_name(name_or_path: str) -> str:
@@ -59,7 +60,7 @@ class Ready:
     def read(self, path: Path) -> dict[str, Any]:
         """The tree in a file of this kind."""
         try:
-            return tomllib.loads(path.read_text(encoding="utf-8"))
+            return tomllib.loads(read_file(path).decode())
         except (OSError, ValueError, RecursionError) as error:
             raise RecipeError(self._problem(path, error)) from None
 

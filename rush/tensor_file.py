@@ -42,7 +42,7 @@ class TensorSource:
 def write_tensors(
     path: Path, tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]
 ) -> tuple[int, str]:
-    """Write a new safetensors file, down to the disk; its size and SHA-256, of the bytes as they were handed over."""
+    """Write a new safetensors file, down to the disk; its size and SHA-256, of the bytes passed to the system."""
     # Widest items first, so that every tensor starts at a multiple of its item size.
     order = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}

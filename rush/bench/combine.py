@@ -182,7 +182,7 @@ def _identity(techniques: Sequence[str | Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def _judged_again(record: ModelRecord) -> ModelRecord:
-    """With what was called equal and is not by the rule of now."""
+    """With verdicts of equal that the current rule does not confirm marked as such."""
     for work in record["workloads"]:
         for ours in work.get("ours", ()):
             found = ours["rung"].get("parity") or {}

@@ -183,6 +183,7 @@ def plan(
             return
         assert recipe is not None
         chosen = load_recipe(recipe, overrides or [], auto=True)
+        words = [recipe, *(overrides or [])]
         if chosen.model.name != recipe and any(one.startswith("model.name") for one in overrides or []):
             recipe = f"{chosen.model.name} as {recipe}"
         if search:
@@ -196,6 +197,18 @@ def plan(
         return
     show_plan(recipe, found, output.tokens, price)
     output.say_page()
+    _say_next(found, words, target)
+
+
+def _say_next(plan: Plan, words: Sequence[str], target: Mapping[str, Any]) -> None:
+    if plan.fits and target["machine"] is None:
+        ranks = plan.target.devices
+        next_step("rush", "train", *words, *(["--nproc", str(ranks)] if ranks > 1 else []))
+        return
+    options = [
+        f"--{name}={target[name]}" for name in ("machine", "devices", "nodes") if target[name] is not None
+    ]
+    next_step("rush", "plan", *words, *options, "--search", why="the fastest that fits")
 
 
 @dataclass(frozen=True)
@@ -251,6 +264,12 @@ def _plan_config(
         typer.secho("\nNot known to the planner, and counted as the nearest equivalent", bold=True)
     for doubt in found.model.doubts:
         say(f"  {doubt}")
+    typer.echo("")
+    if found.model.doubts:
+        next_step("rush", "plan", "--config", config, "layout.fsdp=64", "--machine", "h100-sxm", "--devices", "8", "--nodes", "8", why="other layouts and machines")  # fmt: skip
+    else:
+        on = [] if target["machine"] is None else ["--device", target["machine"]]
+        next_step("rush", "start", config, "--data", "FILES", *on, why="a recipe for your data")
 
 
 def count(text: str) -> float:
@@ -394,3 +413,4 @@ def _check(results: Path, json: bool) -> None:
             f"Of {len(rooms)} recipes that ran out of memory, {len(wrong)} are predicted to fit"
             f"{' (' + '; '.join(wrong) + ')' if wrong else ''}."
         )
+    next_step("rush", "plan", "--chart", "all", why="the same beside what others published, as pictures")

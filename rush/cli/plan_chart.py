@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rush.cli.options import is_override
-from rush.cli.output import print_json, print_table, say
+from rush.cli.output import next_step, print_json, print_table, say
 from rush.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ def draw(
             _show(record, folder)
     if json:
         print_json(records if chart == "all" else records[chart])
+    else:
+        next_step("rush", "plan", "--check", why="the planner against every measurement")
 
 
 def _show(record: PlanChartRecord, folder: Path) -> None:

@@ -118,6 +118,7 @@ def scale(
     best, recipe_file = best_point(record), folder / "recipe.toml"
     if best is None:
         recipe_file.unlink(missing_ok=True)
+        next_step("rush", "report", str(folder), why="no layout is proved and faster; its page says why")
         return
     write_atomic(
         recipe_file,

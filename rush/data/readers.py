@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any, AnyStr
 
 from rush.errors import DataError, MachineError
+from rush.files import open_file
 
 TEXT_DOCUMENT_BYTES = 64 * 1024
 TEXT_WHOLE_BYTES = 4 * TEXT_DOCUMENT_BYTES
@@ -90,7 +91,7 @@ def file_kind(path: Path) -> str:
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[IO[bytes]]:
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             yield file
     except OSError as error:
         raise DataError(
@@ -251,7 +252,7 @@ def read_lines(piece: Slice) -> Iterator[tuple[int, bytes]]:
 
 
 def _check_unfolded(path: str, num_bytes: int) -> None:
-    """Refuse a file that unfolds to a thousand times its size: half a kilobyte can hold terabytes of one letter."""
+    """Refuse a file that decompresses to a thousand times its size: half a kilobyte can expand to terabytes of one letter."""
     if num_bytes > UNFOLDED_BYTES and num_bytes > UNFOLDED_TIMES * os.path.getsize(path):
         raise DataError(
             f"{path} unfolds to more than {num_bytes >> 20:,} MiB, over {UNFOLDED_TIMES:,} times its {os.path.getsize(path):,} bytes. "
@@ -314,7 +315,7 @@ def batch_rows(batch: Any, path: str) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def damaged_parquet(path: str) -> Iterator[None]:
-    """What pyarrow raises for damaged pages: its own errors, those of codecs and of values that are none."""
+    """The exceptions that pyarrow raises for damaged pages: its own, those of codecs and of invalid values."""
     arrow = import_extra("pyarrow", "parquet", "Reading Parquet files")
     try:
         yield

@@ -1,6 +1,6 @@
 """Memory of a step at its peak, by part.
 
-A step has a few moments, and the peak is the fullest of them: end of the forward pass with the loss, backward of the
+The peak of a step is the maximum over a few points: end of the forward pass with the loss, backward of the
 loss, the last block's backward pass (with recomputation, if blocks are checkpointed), end of the backward pass with all
 gradients, and the update. Weights and moments are always there; gradients from the backward pass to the update. Saved
 activations of a block are the sum of its terms (`rush/plan/effects.py`). "Tensors" is what torch counts as allocated;

@@ -43,7 +43,7 @@ MEASURED = {
         "float32": 51e12, "tf32": 381e12, "float16": 666e12, "bfloat16": 736e12, "float8": 1280e12, "copy": 4.18e12,
     }
 }  # fmt: skip
-"""Ceilings of accelerators that findings under `results/` were made on: the means of their records."""
+"""Ceilings of the accelerators behind the findings under `results/`: the means of their records."""
 ALIKE = 0.10
 """Probes within this distance of the means use the means. A probe is a short burst: on fourteen H200s it measured 691 to 793
 TFLOP/s in bf16, where the speeds of one recipe differed by 2 to 5 %, and not in the same direction."""

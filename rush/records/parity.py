@@ -25,7 +25,7 @@ MOST = 1e100
 
 
 def parity_again(parity: Any) -> dict[str, Any] | None:
-    """The recorded parity with the verdict, and the reason, that the rule of now reads from it; None where there is none."""
+    """The recorded parity with the verdict and the reason by the current rule; None without a record."""
     if not isinstance(parity, Mapping):
         return None
     if parity.get("verdict") != "equal":

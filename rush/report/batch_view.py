@@ -31,7 +31,8 @@ class BatchView:
     series: dict[str, tuple[RungView, ...]]
     limit_bytes: float | None
     whole: bool = True
-    """Whether peaks are held against the limit: on a CPU a peak is the whole process's, and the limit what a step adds."""
+    """Whether peaks are compared with the limit: on a CPU a peak is the process's, but the limit applies to the step's
+    increase."""
 
 
 def batch_view(ladder: LadderView) -> BatchView | None:

@@ -115,7 +115,7 @@ def proof_words(winner: Mapping[str, Any]) -> str:
         "equal": "learns the same as plain fp32" + (f" ({gap} for the same loss)" if gap else ""),
         "changes": "what it learns differs by design",
         "different": "does not learn the same as plain fp32",
-        None: "not held against plain fp32",
+        None: "not compared with plain fp32",
     }.get(found, "whether it learns the same as plain fp32 is not judged")
     return f"{proof}; short life {life['verdict']}" if life else proof
 

@@ -1,4 +1,4 @@
-"""The message of a run that fails: where, whose code is on the stack, what to do, where the log is.
+"""The message of a failing run: where it failed, whose code is on the stack, what to do, the path of the log.
 
 A run is always in a phase (`RunStatus`). Any error that is not a `RushError` yet becomes one here: the traceback goes to
 `failure.log` in the run's folder, and the message names what failed, which technique to remove, and how to resume from the
@@ -93,7 +93,7 @@ class RunStatus:
         return self.phase.value.format(step=self.step)
 
     def uses(self) -> list[Use]:
-        """The techniques that are on."""
+        """The enabled techniques."""
         with suppress(RushError):
             return resolve_uses(self.recipe) if self.recipe is not None else []
         return []
@@ -121,11 +121,12 @@ def reporting_failures(status: RunStatus) -> Iterator[None]:
 
 
 def _cannot_write(error: CannotWrite, status: RunStatus) -> CannotWrite:
-    """Which rank could not write (disks may be of different nodes), and how to resume once it can."""
+    """The rank that could not write (nodes may have different disks), and how to resume."""
     _record_failure(error, status, [], str(error))
     notes = getattr(error, "__notes__", ())
     whose = "" if status.ranks.alone or FROM_RANK_0 in notes else f"rank {status.ranks.rank}: "
-    failed = CannotWrite(f"{whose}{error} {_how_to_resume(status)}".rstrip())
+    at = "" if status.phase in (Phase.BUILD, Phase.ONE_BATCH) else f" That was in {status}."
+    failed = CannotWrite(f"{whose}{error}{at} {_how_to_resume(status)}".rstrip())
     for note in notes:
         failed.add_note(note)
     return failed
@@ -162,10 +163,11 @@ def failure_message(error: BaseException, status: RunStatus) -> RushError:
 
 
 def _record_failure(error: BaseException, status: RunStatus, techniques: list[str], message: str) -> None:
-    """Write what a program needs to know of the failure: nothing has to be read out of the message."""
+    """Write the failure as JSON for programs, which need not parse the message."""
     if status.folder is None:
         return
     failure = {
+        "error": type(error).__name__,
         "phase": status.phase.name.lower(),
         "step": status.step,
         "techniques": techniques,
@@ -205,7 +207,7 @@ def _log_failure(
 
 
 def _blamed(error: BaseException, found: list[Suspect]) -> list[Suspect]:
-    """The innermost technique on the stack; of a compiler's failure also those that compile. None where memory ran out."""
+    """The innermost technique on the stack; for a failure of the compiler also those that compile. None after an OOM."""
     if any(out_of_memory(one) for one in chain(error)):
         return []
     return _suspected(found, compiler=compiler_failed(error))
@@ -285,16 +287,24 @@ def _memory_message(error: BaseException, status: RunStatus) -> str:
     advice = {
         Phase.SAMPLE: "Set run.sample_tokens=0, which a resumed run may do.",
         Phase.SAVE: "Set run.save_async=false, so that no copy of the state is made; a resumed run may do that.",
-    }.get(
-        status.phase,
-        "Halve batch.micro (the total batch in tokens stays the same), or shorten batch.sequence.",
-    )
+    }.get(status.phase) or _smaller_batch(status.recipe)
     on = f" on {status.machine.summary()}" if status.machine is not None else ""
     return f"out of memory at {status}{on}{fragmentation_hint(error)}. {advice}"
 
 
+def _smaller_batch(recipe: Recipe | None) -> str:
+    """What makes a step smaller. A resumed run may change the micro batch where its loader counts samples."""
+    halve = "Halve batch.micro (the total batch in tokens stays the same)"
+    if recipe is None or recipe.auto or recipe.objective.kind != "lm":
+        return f"{halve} in a new run, or shorten batch.sequence."
+    if recipe.micro % 2:
+        return "Take a smaller batch.micro, or shorten batch.sequence, in a new run."
+    total = "" if recipe.batch.total_tokens else f" batch.total_tokens={recipe.step_tokens}"
+    return f"{halve}, which a resumed run may do: batch.micro={recipe.micro // 2}{total}. Or shorten batch.sequence in a new run."
+
+
 def _suspects_message(found: list[Suspect], *, compiler: bool = False) -> str:
-    """Name the innermost technique and how to take it out; those further out may only have passed the call on."""
+    """Name the innermost technique and how to remove it; outer ones may only have passed the call on."""
     first, *others = found
     blamed = _suspected(found, compiler=compiler)
     under = "".join(f", under {one.technique.name}" for one in blamed[1:])
@@ -309,7 +319,7 @@ def _suspects_message(found: list[Suspect], *, compiler: bool = False) -> str:
 
 
 def _without(suspect: Suspect) -> str:
-    """The override that takes a technique out."""
+    """The override that removes a technique."""
     name = suspect.technique.name
     return f"layout.{name}=1" if name in AXES else f"techniques-={name}"
 

@@ -171,7 +171,7 @@ def test_a_technique_that_raises_or_aborts_at_exit_is_named_and_the_result_stand
     assert f"Done at step {STEPS} of {STEPS}" in done.stdout
     assert done.stderr.count("rush: ") == 1, done.stderr
     message = done.stderr[done.stderr.index("rush: ") :].strip()
-    assert message.startswith("rush: OSError: planted at exit was raised at exit, when the work was done;")
+    assert message.startswith("rush: OSError: planted at exit was raised at exit, after the work was done;")
     assert f"The code of the technique at_exit ({file}:" in message
     assert "\n" not in message
     checked_log(out, message, "planted at exit")
@@ -290,6 +290,30 @@ def test_a_file_that_is_no_technique_is_refused_in_one_sentence(
     assert said in err
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ('conflicts=("compile")', "its conflicts is a str, and must be a tuple of str, as in (one,) or ()"),
+        ("requires=(1,)", "its requires is another tuple, and must be a tuple of Requirement"),
+        ("knobs=None", "its knobs is a NoneType, and must be a Mapping"),
+        ("summary='words'", "its summary is a str, and must be a function"),
+    ],
+)
+def test_a_technique_with_a_field_of_another_type_is_refused(
+    given: str,
+    said: str,
+    world: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "typed.py"
+    file.write_text((FAILING / "in_apply.py").read_text().replace("stage=Stage.", f"{given}, stage=Stage."))
+    words = ["train", world / "gpt2.toml", "--technique", file, "--out", tmp_path / "run"]
+    assert in_this_process(world, monkeypatch, *words) == 2
+    assert f"`technique` in {file} is not complete: {said}" in capfd.readouterr().err
 
 
 def test_two_files_with_one_name_are_refused(

@@ -152,7 +152,7 @@ def _search(objective: str = "tokens/s", **more: Any) -> Any:
         # As found: "learns the same as plain fp32: different".
         (_search(parity={"verdict": "different"}), "does not learn the same as plain fp32", "; learns the same"),
         (_search(parity={"verdict": "not judged"}), "is not judged", "; learns the same"),
-        (_search(parity=None), "not held against plain fp32", "learns"),
+        (_search(parity=None), "not compared with plain fp32", "learns"),
         (_search(life={"verdict": "broken"}), "short life broken", "short life ok"),
         ({"winner": None}, "The search is not over.", "×"),
     ],

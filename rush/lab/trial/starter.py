@@ -112,7 +112,7 @@ class Starter:
         """Run `rush WORDS` to its end, in a process for each environment; their exit codes, as `run` gives them.
 
         All of them are killed (SIGKILL) as soon as `kill_when` says so; it is asked every millisecond at first, and after
-        ten seconds every five: a run that has taken long so far goes on like that.
+        ten seconds every five: a run that has taken long so far will take longer still.
         """
         children = [
             {

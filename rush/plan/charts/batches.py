@@ -1,8 +1,8 @@
 """Checkpointing into a larger batch: speed and memory over the micro batch, under limits of memory.
 
-Checkpointing costs a third more arithmetic at most and gives memory back. It pays only where the larger batch that the
-memory allows is faster by more than that. Odd batches (6, 12, 24) are tried as well: the largest that fits is seldom a
-power of two.
+Checkpointing costs at most a third more arithmetic and frees memory. It pays off only if the larger batch
+that then fits is faster by more than that. Batches that are not powers of two (6, 12, 24) are tried as well:
+the largest that fits is seldom a power of two.
 """
 
 from __future__ import annotations

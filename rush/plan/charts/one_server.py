@@ -1,4 +1,4 @@
-"""Charts of one server: speed over devices, memory by part, the stages of ZeRO, links, and two kinds of cards."""
+"""Charts of one server: speed over devices, memory by part, the stages of ZeRO, links, and two GPU models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGE_SETTING = ("batch.micro=1", "batch.sequence=4096")
 
 
 def _recipes(options: ChartOptions) -> list[tuple[str, Recipe]]:
-    """The recipe asked for, or a small and a large model."""
+    """The requested recipe, or a small and a large model."""
     if options.recipe:
         return [options.load(options.recipe)]
     return [options.load(SMALL, *SMALL_SETTING), options.load(LARGE, *LARGE_SETTING)]
@@ -111,7 +111,7 @@ def _layouts(recipe: Recipe, devices: int) -> Iterator[tuple[str, dict[str, Any]
 
 
 def cards(options: ChartOptions, points: Points) -> dict[str, Any]:
-    """Two kinds of cards that differ in their links: layouts on all of them, and what 2, 4, 8 make of one.
+    """Two GPU models that differ in their links: layouts on all devices, and the speedup of 2, 4, 8 over one.
 
     Three speed-ups: the same step divided, a step that grows with the devices, and the best recipe (sharding,
     checkpointing, micro batch) on each number of devices, where more devices also mean more memory.
