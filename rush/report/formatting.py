@@ -1,8 +1,7 @@
-"""Numbers and times as a person reads them.
+"""Human-readable numbers and times.
 
-Three significant digits, because no measurement here is better than that; a unit that keeps the number
-between 1 and 1000; and a dash for what is not known. The same number is written the same way everywhere.
-A number and its unit are joined by a space that does not break.
+Three significant digits, because no measurement here is better than that; a unit that keeps the number between 1 and 1000; and
+a dash for unknown values. The same number has the same form everywhere. A non-breaking space joins a number and its unit.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def share(value: float | None) -> str:
 
 
 def change(value: float | None) -> str:
-    """A ratio as a person says it: +75 %, −40 %, ×3.50."""
+    """A ratio in the usual form: +75 %, −40 %, ×3.50."""
     if value is None:
         return MISSING
     if value >= 2:

@@ -1,4 +1,4 @@
-"""What a race says in words: who reached the same loss sooner, by how much, and what one seed cannot say."""
+"""The findings of a race in words: which recipe reached the same loss sooner, by how much, and the limits of one seed."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def winner_of(record: RaceRecord) -> str | None:
 
 
 def warnings(record: RaceRecord) -> list[str]:
-    """What makes the figures less than they seem."""
+    """Caveats of the figures."""
     found = []
     if record.get("finished") is None:
         found.append(
