@@ -12,30 +12,32 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rush.errors import DataError, RecipeError, RushError
 from rush.files import write_atomic
-from rush.plan import Plan
 from rush.ready import short_name
 from rush.recipe import Recipe
-from rush.recipe_io import apply_override, changed, load_recipe, parse
-from rush.records.metrics import MetricsRow, read_rows
+from rush.recipe_io import apply_override, load_recipe, parse
 from rush.records.run_folder import RunFolder
+from rush.results import (
+    GeneratedText,
+    LadderResult,
+    PlannedRecipe,
+    RaceResult,
+    StartedRecipe,
+    TrainingRun,
+    TunedRecipe,
+)
 
 if TYPE_CHECKING:
     from rush.lab.ladder.climb import Watch as LadderWatch
     from rush.lab.race.racing import Watch as RaceWatch
     from rush.models import Decoder
     from rush.plan.foreign import ForeignPlan
-    from rush.records.ladder import LadderRecord
     from rush.records.plan_chart import PlanChartRecord
-    from rush.records.race import RaceRecord
-    from rush.records.start import StartRecord
-    from rush.records.tune import TuneRecord
-    from rush.training.session import Summary
     from rush.training.view import View
     from rush.tune.tuning import Watch as TuneWatch
 
@@ -44,130 +46,6 @@ Note = Callable[[str], None]
 
 
 def _quiet(text: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class TrainingRun:
-    """A run that ended: its summary, its folder, and its metrics."""
-
-    summary: Summary
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.summary.folder)
-
-    @property
-    def rows(self) -> list[MetricsRow]:
-        """One row per step, as in `metrics.jsonl`."""
-        return list(read_rows(RunFolder(self.folder).metrics, MetricsRow))
-
-    def _repr_html_(self) -> str:
-        from rush.report.notebook import run_html
-
-        ended = self.summary
-        facts = {
-            "folder": ended.folder,
-            "step": f"{ended.step} of {ended.steps}",
-            "loss": f"{ended.loss:.4f}",
-            "validation loss": "" if ended.val_loss is None else f"{ended.val_loss:.4f}",
-            "tokens/s": f"{ended.tokens_per_s:,.0f}",
-        }
-        return run_html(self.rows, facts)
-
-
-@dataclass(frozen=True)
-class LadderResult:
-    """A measured ladder: its record, and the folder with `ladder.json`, `report.html` and the `recipe.toml` it leads to."""
-
-    record: LadderRecord
-    folder: Path
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """The fastest proven rung, ready to train; None where nothing was proved faster."""
-        file = self.folder / "recipe.toml"
-        return load_recipe(str(file)) if file.is_file() else None
-
-    def _repr_html_(self) -> str:
-        from rush.report.ladder import read_ladder
-        from rush.report.ladder_picture import ladder_picture
-
-        return ladder_picture(read_ladder(self.folder / "ladder.json"))
-
-
-@dataclass(frozen=True)
-class PlannedRecipe(Plan):
-    """A plan that renders in a notebook."""
-
-    def _repr_html_(self) -> str:
-        from rush.report.notebook import plan_html
-
-        return plan_html(self.to_dict())
-
-
-@dataclass(frozen=True)
-class TunedRecipe:
-    """A finished search: its record, and the folder with the winner's `recipe.toml` and `report.html`."""
-
-    record: TuneRecord
-    folder: Path
-
-    @property
-    def recipe(self) -> Recipe:
-        """The winner."""
-        return load_recipe(str(self.folder / "recipe.toml"))
-
-    def _repr_html_(self) -> str:
-        from rush.report.notebook import tune_html
-
-        return tune_html(self.record)
-
-
-@dataclass(frozen=True)
-class RaceResult:
-    """A race: its record, and the folder with `race.json`, `report.html`, the recipes and a run for each of them and each seed."""
-
-    record: RaceRecord
-    folder: Path
-
-    @property
-    def winner(self) -> Recipe | None:
-        """The recipe that reached the same loss soonest beyond noise; None if the race is inconclusive."""
-        from rush.report.race_words import winner_of
-
-        letter = winner_of(self.record)
-        return None if letter is None else load_recipe(str(self.folder / "recipes" / f"{letter}.toml"))
-
-    def _repr_html_(self) -> str:
-        from rush.report.race import race_html
-
-        return race_html(self.record)
-
-
-@dataclass(frozen=True)
-class StartedRecipe:
-    """A recipe for a model and data: the record of the decisions, and the file where it was written."""
-
-    record: StartRecord
-    recipe: Recipe
-    file: Path | None
-
-    def _repr_html_(self) -> str:
-        from rush.report.notebook import start_html
-
-        return start_html(self.record)
-
-
-@dataclass(frozen=True)
-class GeneratedText:
-    """A prompt, its continuation, and the tokens of the continuation."""
-
-    prompt: str
-    text: str
-    tokens: list[int]
-
-    def __str__(self) -> str:
-        return self.prompt + self.text
 
 
 def start_recipe(
@@ -348,16 +226,14 @@ def plan_recipe(
     """Memory and time of a recipe on a machine of the catalog, or on this one; `devices` and `nodes` fill its layout."""
     from rush.plan import plan, spec_of
     from rush.plan.micro_batch import with_chosen_micro
-    from rush.plan.planning import fill_devices, unmet
+    from rush.plan.planning import on_all_devices, unmet
     from rush.plan.target import find_target
 
     chosen = _recipe(recipe, overrides)
     limit_gb = chosen.run.memory_limit_gb
     target = find_target(machine, devices, nodes, link, network, network_cards, limit_gb=limit_gb)
-    layout = chosen.layout.model_dump()
-    if (devices is not None or nodes is not None) and target.devices != chosen.world:
-        filled = fill_devices(layout, target.devices)
-        chosen = changed(chosen, {f"layout.{axis}": n for axis, n in filled.items() if n != layout[axis]})
+    if devices is not None or nodes is not None:
+        chosen = on_all_devices(chosen, target)
     with _own(techniques):
         chosen = with_chosen_micro(chosen, target)
         found = plan(spec_of(chosen, target.kind), target, problems=unmet(chosen, target))
@@ -412,14 +288,14 @@ def plan_config(
     from rush.hub.remote import local_config
     from rush.plan import spec_of
     from rush.plan.foreign import Foreign, nearest_shape, plan_foreign
-    from rush.plan.planning import fill_devices
+    from rush.plan.planning import on_all_devices
     from rush.plan.target import find_target
 
     found = read_json(local_config(config), "give a folder or a file with a model's config.json")
     try:
         model = Foreign(shape_from_config(found))
-    except DataError:
-        model = nearest_shape(found)
+    except DataError as refused:
+        model = nearest_shape(found, str(refused))
     chosen = _recipe(recipe, overrides)
     if chosen.batch.sequence > model.shape.context:
         raise RecipeError(
@@ -428,10 +304,8 @@ def plan_config(
     target = find_target(
         machine, devices, nodes, link, network, network_cards, limit_gb=chosen.run.memory_limit_gb
     )
-    layout = chosen.layout.model_dump()
-    if (devices is not None or nodes is not None) and target.devices != chosen.world:
-        filled = fill_devices(layout, target.devices)
-        chosen = changed(chosen, {f"layout.{axis}": n for axis, n in filled.items() if n != layout[axis]})
+    if devices is not None or nodes is not None:
+        chosen = on_all_devices(chosen, target)
     return plan_foreign(model, spec_of(chosen, target.kind), target)
 
 

@@ -23,10 +23,10 @@ def printable(text: str) -> str:
     return text.translate(_PICTURES)
 
 
-def readable(message: str) -> str:
-    """A message without control characters, of at most 2,000 characters: a longer one loses its middle."""
-    half = LONGEST_MESSAGE // 2 - 50
-    if (more := len(message) - LONGEST_MESSAGE) > 0:
+def readable(message: str, most: int = LONGEST_MESSAGE) -> str:
+    """A message without control characters, of at most `most` characters: a longer one loses its middle."""
+    half = most // 2 - 50
+    if (more := len(message) - most) > 0:
         message = f"{message[:half]} … ({more + 100:,} characters left out) … {message[-half:]}"
     return printable(message)
 

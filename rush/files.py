@@ -16,8 +16,10 @@ import math
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ _FULL = {
     errno.EDQUOT: "the disk quota is used up",
     errno.EFBIG: "the file is larger than the file size limit allows",
 }
+LARGEST_READ = 1 << 28
+"""Of a file that is read as a whole: a recipe, a record, a config, a tokenizer."""
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 _TEMPORARY = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.tmp")
 
@@ -88,6 +92,30 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     data = content.encode() if isinstance(content, str) else content
     with writing(path), replacing(path) as temporary, open(temporary, "xb") as file:
         file.write(data)
+
+
+def open_file(path: Path | str) -> BufferedReader:
+    """Open a file for reading. OSError for a pipe or a device, in a stranger's folder: one may never answer or never end."""
+    return open(path, "rb", opener=_open_without_waiting)
+
+
+def read_file(path: Path | str, most: int = LARGEST_READ) -> bytes:
+    """The content of a file that should be small; OSError for a pipe, a device, or more than `most` bytes."""
+    with open_file(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most:,} are read", str(path))
+        return file.read()
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for its writer here
+    mode = os.fstat(descriptor).st_mode
+    given = path.startswith(("/dev/fd/", "/dev/stdin"))  # by the shell of whoever typed the command
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (given and stat.S_ISFIFO(mode)):
+        os.set_blocking(descriptor, True)
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", path)
 
 
 def parse_json(content: bytes | str) -> Any:

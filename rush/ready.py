@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rush.errors import RecipeError, nearest
+from rush.files import read_file
 
 
 def short_name(name_or_path: str) -> str:
@@ -59,33 +60,29 @@ class Ready:
     def read(self, path: Path) -> dict[str, Any]:
         """The tree in a file of this kind."""
         try:
-            return tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise RecipeError(
-                f"no {self.kind} file at {path}; give an existing .toml file or the name of a ready {self.kind}."
-            ) from None
-        except IsADirectoryError:
-            raise RecipeError(f"{path} is a folder; a {self.kind} is a .toml file.") from None
-        except UnicodeDecodeError as error:
-            raise RecipeError(
-                f"{path} is not UTF-8 text (byte {error.start}); save the {self.kind} as UTF-8."
-            ) from None
-        except PermissionError:
-            raise RecipeError(f"{path} may not be read by this user; change its permissions.") from None
-        except OSError as error:
-            raise RecipeError(
-                f"{path} cannot be read ({error.strerror}); give an existing .toml file or the name of a ready {self.kind}."
-            ) from None
-        except tomllib.TOMLDecodeError as error:
-            raise RecipeError(f"{path} is not valid TOML: {error}.") from None
-        except ValueError:  # Python's own limit for the conversion of integers
-            raise RecipeError(
-                f"{path} holds a number with thousands of digits; write a smaller one."
-            ) from None
-        except RecursionError:
-            raise RecipeError(
-                f"{path} is nested too deeply for a {self.kind}; write it with fewer brackets."
-            ) from None
+            return tomllib.loads(read_file(path).decode())
+        except (OSError, ValueError, RecursionError) as error:
+            raise RecipeError(self._problem(path, error)) from None
+
+    def _problem(self, path: Path, error: Exception) -> str:
+        """Why a file cannot be read, and what to do."""
+        match error:
+            case FileNotFoundError():
+                return f"no {self.kind} file at {path}; give an existing .toml file or the name of a ready {self.kind}."
+            case IsADirectoryError():
+                return f"{path} is a folder; a {self.kind} is a .toml file."
+            case PermissionError():
+                return f"{path} may not be read by this user; change its permissions."
+            case OSError():
+                return f"{path} cannot be read ({error.strerror}); give an existing .toml file or the name of a ready {self.kind}."
+            case UnicodeDecodeError():
+                return f"{path} is not UTF-8 text (byte {error.start}); save the {self.kind} as UTF-8."
+            case tomllib.TOMLDecodeError():
+                return f"{path} is not valid TOML: {error}."
+            case RecursionError():
+                return f"{path} is nested too deeply for a {self.kind}; write it with fewer brackets."
+            case _:  # Python's own limit for the conversion of integers
+                return f"{path} holds a number with thousands of digits; write a smaller one."
 
 
 RECIPES, LADDERS, PIPELINES = Ready("recipe"), Ready("ladder"), Ready("pipeline")

@@ -119,14 +119,12 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     if key == "run.trackers" and isinstance(run := tree.get("run"), dict):
         tree["run"] = _current_keys(run)
     if operator == "=" and value == "none" and '"' not in text and _optional(key):
-        _remove(tree, key)
+        remove(tree, key)
         return
     if operator == "=":
         assign(tree, key, value)
         return
-    node: Any = tree
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, dict) else None
+    node = value_at(tree, key)
     node = _default_of(key) if node is None else node
     if not isinstance(node, list):
         raise RecipeError(
@@ -174,7 +172,7 @@ def _take_published(tree: dict[str, Any]) -> None:
             f"data={PUBLISHED} needs a recipe file with a table [{PUBLISHED}], as the ready recipes of published models have; here "
             "set data.source, data.tokenizer and data.template."
         )
-    _remove(tree, "data.vocab_size")
+    remove(tree, "data.vocab_size")
     for key, value in values.items():
         assign(tree, key, value)
 
@@ -203,11 +201,17 @@ def _field(key: str) -> FieldInfo | None:
     return part.model_fields.get(last)
 
 
-def _remove(tree: dict[str, Any], key: str) -> None:
-    *parents, last = key.split(".")
-    node: Any = tree
-    for part in parents:
-        node = node.get(part) if isinstance(node, dict) else None
+def value_at(tree: Any, key: str) -> Any:
+    """The value of a dotted key in a tree of dicts; None where there is none, the tree itself for no key."""
+    for part in key.split(".") if key else ():
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def remove(tree: dict[str, Any], key: str) -> None:
+    """Take a dotted key out of a tree of dicts, where it is."""
+    parents, _, last = key.rpartition(".")
+    node = value_at(tree, parents)
     if isinstance(node, dict):
         node.pop(last, None)
 

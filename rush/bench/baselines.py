@@ -13,7 +13,7 @@ that both compute the same loss from the same weights. (nanoGPT's baseline start
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,8 @@ from rush.techniques.api.own_files import package_digests
 from rush.training.corpus import open_corpus
 from rush.version import __version__
 
-
-@dataclass(frozen=True)
-class ModelProgress:
-    workload: str
-    doing: str
-    done: int
-    total: int
-
-
-Watch = Callable[[ModelProgress], None]
+Watch = Callable[[str, str, int, int], None]
+"""Takes what is measured, what is being done with it, and how many of how many are done."""
 
 
 def bench_models(
@@ -62,7 +54,7 @@ def bench_models(
     folder: Path,
     *,
     extra_techniques: Sequence[Path] = (),
-    watch: Watch = lambda progress: None,
+    watch: Watch = lambda *_: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> ModelRecord:
     """Measure these workloads into `folder`, or resume the bench there. Writes and returns the record."""
@@ -78,7 +70,7 @@ def bench_models(
             for workload in workloads:
                 match = LongestSequence(workload, bench) if workload.longest else Match(workload, bench)
                 for what in match.rounds():
-                    watch(ModelProgress(workload.name, what, done, total))
+                    watch(workload.name, what, done, total)
                     match.go()
                     done += 1
                     _put(record, match.record())

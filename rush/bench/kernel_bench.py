@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
@@ -58,17 +57,8 @@ FORMULAS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class KernelProgress:
-    """The op, what is being done with it, and how many are done."""
-
-    op: str | None
-    doing: str
-    done: int
-    total: int
-
-
-Watch = Callable[[KernelProgress], None]
+Watch = Callable[[str, str, int, int], None]
+"""Takes what is measured, what is being done with it, and how many of how many are done."""
 
 
 def choose(asked: Sequence[str]) -> list[str]:
@@ -86,7 +76,7 @@ def bench_kernels(
     *,
     quick: bool = False,
     device: str = "auto",
-    watch: Watch = lambda progress: None,
+    watch: Watch = lambda *_: None,
 ) -> KernelRecord:
     """Measure these ops into `folder`, or resume the bench there. Writes and returns the record."""
     chosen = choose(ops)
@@ -174,7 +164,7 @@ class _Child:
                 if message.get("done"):
                     assert op is not None
                     left.remove(op)
-                watch(KernelProgress(op, message.get("doing", "done"), total - len(left), total))
+                watch(op or "machine", message.get("doing", "done"), total - len(left), total)
                 op = None if message.get("done") else op
         finally:
             end_session(self.process.pid)

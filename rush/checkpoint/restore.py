@@ -41,6 +41,7 @@ from rush.checkpoint.state import (
 from rush.checkpoint.tensor_names import describe
 from rush.checkpoint.writer import RANDOM, STATE
 from rush.errors import DataError
+from rush.files import read_file
 from rush.models.adapters import is_adapted
 from rush.models.shape import LARGEST_NUMBER
 from rush.parallel import Ranks
@@ -144,7 +145,7 @@ def _verified(checkpoint: Checkpoint | Path) -> Checkpoint:
 
 def _read_state(path: Path) -> StateRecord:
     try:
-        return STATE_SCHEMA.validate_json(path.read_bytes() if path.is_file() else b"")
+        return STATE_SCHEMA.validate_json(read_file(path) if path.is_file() else b"")
     except ValidationError as error:
         raise DataError(
             f"{path} is not the state of a training run ({wrong_field(error)}); a run cannot resume from this checkpoint."

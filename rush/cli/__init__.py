@@ -12,7 +12,8 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Annotated, Any
 
@@ -51,12 +52,40 @@ from rush.cli.shutdown import (
     install_exception_hooks,
     log_unexpected,
 )
-from rush.errors import MachineError, Outage, RushError
+from rush.errors import MachineError, Outage, RushError, readable
 from rush.libraries import hush_matmul_fallback, silence_stderr
 from rush.version import __version__
 
+LONGEST_COMPLAINT = 600
+
+
+class Commands(typer.core.TyperGroup):
+    """All commands. Typer's complaint about an option repeats what was typed, however long that is: its middle is left out."""
+
+    def make_context(self, *given: Any, **named: Any) -> Any:
+        with _shortened():
+            return super().make_context(*given, **named)
+
+    def invoke(self, *given: Any) -> Any:
+        with _shortened():
+            return super().invoke(*given)
+
+
+@contextmanager
+def _shortened() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if isinstance(
+            complaint := getattr(error, "message", None), str
+        ):  # of typer, which does not export the class
+            error.message = readable(complaint, LONGEST_COMPLAINT)  # type: ignore[attr-defined]
+        raise
+
+
 app = typer.Typer(
     name="rush",
+    cls=Commands,
     help="Measure, prove, tune and train language models on the machine you have.",
     no_args_is_help=True,
     rich_markup_mode="rich",

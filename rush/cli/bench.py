@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rush.cli.options import Device, ExtraTechniques, Json
-from rush.cli.output import note, print_json, print_table, say
+from rush.cli.output import next_step, note, print_json, print_table, say
 from rush.errors import RecipeError
 from rush.records.step_gap import parity_words
 from rush.records.targets import CLOSE_CALL, target_word
@@ -62,7 +62,7 @@ def kernels(
             folder,
             quick=quick,
             device=device,
-            watch=lambda p: show(p.op or "machine", p.doing, p.done, p.total),
+            watch=show,
         )
     write_kernel_report(folder, folder / "report.html")
     if json:
@@ -70,6 +70,7 @@ def kernels(
         return
     _show_kernels(record)
     typer.echo(f"Record: {folder / 'kernels.json'}\nReport: {folder / 'report.html'}")
+    next_step("rush", "ladder", "here", why="what they gain in a whole step")
 
 
 @app.command("offload")
@@ -133,6 +134,7 @@ def offload(
         print_table(COLUMNS, table_rows(record, name), title=f"{name}, {record['dtype']}")
     typer.echo(f"Record: {folder / 'offload.json'}\nPicture: {folder / 'offload.svg'}")
     typer.echo(f"Weights: {folder / 'models'} (kept for another run; delete them when you are done)")
+    next_step("rush", "generate", "MODEL", "--offload", "cpu", "--prompt", "Once upon a time")
 
 
 def _places(given: str) -> list[str]:
@@ -300,7 +302,7 @@ def models(
             workloads,
             folder,
             extra_techniques=files,
-            watch=lambda p: show(p.workload, p.doing, p.done, p.total),
+            watch=show,
             note=notes,
         )
         race_models(record, folder, race, techniques=[str(file) for file in files], note=notes)
@@ -311,6 +313,7 @@ def models(
         return
     _show_models(record)
     typer.echo(f"Record: {folder / 'models.json'}\nReport: {folder / 'report.html'}")
+    next_step("rush", "recipes", why="the ready recipes with these techniques")
 
 
 def _show_models(record: ModelRecord) -> None:

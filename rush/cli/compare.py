@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rush.cli.options import Json
-from rush.cli.output import NAME, echo, folded, print_json, print_table, say
+from rush.cli.output import NAME, echo, folded, next_step, print_json, print_table, say
 from rush.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def _runs(folders: list[Path], out: Path | None, json: bool) -> None:
     print_table(columns, rows)
     for line in _run_words(found):
         say(line)
+    _say_next(folders, out)
 
 
 def _with_races(
@@ -173,6 +174,22 @@ def _ladders(folders: list[Path], out: Path | None, json: bool) -> None:
         ["rung", *_titles(folders)],
         [[folded(name, NAME), *(_cell(rungs.get(name)) for rungs in found.values())] for name in names],
     )
+    _say_next(folders, out)
+
+
+def _say_next(folders: list[Path], out: Path | None) -> None:
+    if out is None:
+        next_step(
+            "rush",
+            "compare",
+            *map(str, folders),
+            "--out",
+            "comparison.html",
+            why="as a page, with the curves",
+        )
+        return
+    echo(f"Report: {out}")
+    next_step("rush", "watch", *map(str, folders), why="the same live in a browser")
 
 
 def _titles(folders: list[Path]) -> list[str]:

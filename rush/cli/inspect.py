@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rush.cli.options import Json, Overrides, complete_recipe
-from rush.cli.output import echo, print_json, print_table
+from rush.cli.output import echo, next_step, print_json, print_table
 from rush.errors import RecipeError, printable
 
 if TYPE_CHECKING:
@@ -64,6 +64,10 @@ def inspect(
         _print_example(example)
     if html is not None:
         echo(f"\nWritten: {html}")
+    if folder == Path(target):
+        next_step("rush", "data", "verify", target)
+    else:
+        next_step("rush", "overfit", target, *(overrides or []), why="can this setting learn at all?")
 
 
 def report(folder: Path, json: bool) -> None:

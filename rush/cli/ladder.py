@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from rush.cli.ladder_table import fitting_table, ladder_table
 from rush.cli.options import ExtraTechniques, Json, complete_ladder, is_override
-from rush.cli.output import next_step, note, print_json, print_table, say
+from rush.cli.output import next_step, note, print_json, print_table, say, watching
 from rush.errors import RecipeError
 from rush.ready import LADDERS
 
@@ -132,34 +133,17 @@ def _say_next(folder: Path, recipe: str) -> None:
         next_step("rush", "tune", recipe, "--budget", "10m", why="searches beyond these rungs")
 
 
-@contextmanager
-def _watching(quiet: bool) -> Iterator[Any]:
-    """A live table; without a terminal one line per trial."""
-    from rich.console import Console
-    from rich.live import Live
-
+def _watching(quiet: bool) -> AbstractContextManager[Any]:
+    """A live table; without a terminal one line per trial, and the table at the end."""
     console = Console()
-    if quiet:
-        yield lambda progress: None
-        return
-    if not console.is_terminal:
-        yield _LadderLines(console)
-        return
-    with Live(console=console, auto_refresh=False) as live:
-        yield lambda progress: live.update(fitting_table(progress, console), refresh=True)
 
-
-class _LadderLines:
-    """One line per trial, and the table at the end."""
-
-    def __init__(self, console: Any) -> None:
-        self.console = console
-
-    def __call__(self, progress: LadderProgress) -> None:
+    def line(progress: LadderProgress) -> None:
         if progress.doing is None:
-            self.console.print(ladder_table(progress))
+            console.print(ladder_table(progress))
         else:
-            self.console.print(f"[{progress.done}/{progress.total}] {progress.doing}", markup=False)
+            console.print(f"[{progress.done}/{progress.total}] {progress.doing}", markup=False)
+
+    return watching(quiet, console, line, lambda progress: fitting_table(progress, console))
 
 
 @contextmanager

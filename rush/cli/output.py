@@ -114,6 +114,22 @@ def measuring_bar(refresh_per_second: float = 10) -> Iterator[Callable[[str, int
         yield show
 
 
+@contextmanager
+def watching(
+    quiet: bool, console: Console, line: Callable[..., None], table: Callable[..., Any]
+) -> Iterator[Callable[..., None]]:
+    """What follows a long command: a live table, without a terminal a line per trial, nothing if `quiet`."""
+    from rich.live import Live
+
+    if quiet:
+        yield lambda *progress: None
+    elif not console.is_terminal:
+        yield line
+    else:
+        with Live(console=console, auto_refresh=False) as live:
+            yield lambda *progress: live.update(table(*progress), refresh=True)
+
+
 def next_step(*words: str, why: str = "") -> None:
     """Print the suggested next command, as the last line."""
     echo(f"Next: {shlex.join(words)}{f'   # {why}' if why else ''}")

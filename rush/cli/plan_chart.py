@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rush.cli.options import is_override
-from rush.cli.output import print_json, print_table, say
+from rush.cli.output import next_step, print_json, print_table, say
 from rush.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -26,12 +26,7 @@ def draw(
     chart: str,
     recipe: str | None,
     overrides: Sequence[str],
-    machine: str | None,
-    against: str | None,
-    devices: int | None,
-    nodes: int | None,
-    link: str | None,
-    network: str | None,
+    options: Mapping[str, Any],
     out: Path | None,
     json: bool,
     refused: Mapping[str, bool],
@@ -46,9 +41,6 @@ def draw(
     names = list(KINDS) if chart == "all" else [chart]
     for name in names:
         find_chart(name)
-    options: dict[str, Any] = {
-        "machine": machine, "against": against, "devices": devices, "nodes": nodes, "link": link, "network": network,
-    }  # fmt: skip
     given = any(value is not None for value in options.values())
     if chart == "all" and (given or recipe or overrides):
         raise RecipeError(
@@ -63,6 +55,8 @@ def draw(
             _show(record, folder)
     if json:
         print_json(records if chart == "all" else records[chart])
+    else:
+        next_step("rush", "plan", "--check", why="the planner against every measurement")
 
 
 def _show(record: PlanChartRecord, folder: Path) -> None:

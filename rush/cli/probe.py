@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rush.cli.options import ExtraTechniques, Json, Overrides, complete_recipe, is_override
-from rush.cli.output import measuring_bar, note, print_json, print_table
+from rush.cli.output import measuring_bar, next_step, note, print_json, print_table
 from rush.errors import MachineError
 
 if TYPE_CHECKING:
@@ -97,6 +97,10 @@ def probe(
             for row in verdicts
         ],
     )
+    if [recipe, *(overrides or [])] == ["tiny"]:
+        next_step("rush", "ladder", "here", why="what they gain on this machine")
+    else:
+        next_step("rush", "tune", recipe, *(overrides or []), "--budget", "15m", why="the fastest of them")
 
 
 def check_techniques(recipe: Recipe, machine: Machine) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rush.cli.options import Json
-from rush.cli.output import note, print_json, print_table
+from rush.cli.output import next_step, note, print_json, print_table
 from rush.errors import RecipeError
 
 
@@ -90,6 +90,7 @@ def push(
                 print_json({"folder": str(ready.folder), **said})
             else:
                 typer.echo(f"Wrote {ready.folder}, {size_words(ready.num_bytes)}; nothing was uploaded.")
+                next_step("rush", "push", str(folder), "--to", "OWNER/NAME", "--private")
             return
         assert to is not None
         if not json:
@@ -100,3 +101,4 @@ def push(
         print_json({"to": to, "address": address, **said})
     else:
         typer.echo(f"Uploaded: {address}")
+        next_step("rush", "generate", to, "--prompt", "Once upon a time")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rush.cli.options import Json
-from rush.cli.output import echo, note, print_json
+from rush.cli.output import echo, next_step, note, print_json
 from rush.errors import RecipeError, RushError
 
 
@@ -53,6 +53,8 @@ def report(
             echo(pages[str(folder)])
     if json:
         print_json(pages)
+    elif pages:
+        next_step("python3", "-m", "webbrowser", "-t", next(iter(pages.values())), why="or rush watch FOLDER")
     for other in refused[1:]:
         note(str(other))
     if refused:

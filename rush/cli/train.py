@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -291,8 +292,8 @@ def _start_ranks(
 def _numbers(nproc: str) -> tuple[int, int]:
     """The fewest ranks to continue with, and the number to start with."""
     parts = nproc.split(":")
-    if not all(part.isdecimal() for part in parts) or len(parts) > 2:
-        raise RecipeError(f"--nproc is {nproc!r}; allowed: a number of ranks as in 8, or the fewest and the number as in 4:8.")  # fmt: skip
+    if not all(re.fullmatch("[0-9]{1,9}", part) for part in parts) or len(parts) > 2:
+        raise RecipeError(f"--nproc is {nproc!r:.80}; allowed: a number of ranks as in 8, or the fewest and the number as in 4:8.")  # fmt: skip
     smallest, most = int(parts[0]), int(parts[-1])
     if not 1 <= smallest <= most:
         raise RecipeError(f"--nproc is {nproc!r}; it takes at least one rank, and the fewest come first, as in 4:8.")  # fmt: skip

@@ -22,9 +22,10 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, AnyStr
 
 from rush.errors import DataError, MachineError
+from rush.files import open_file
 
 TEXT_DOCUMENT_BYTES = 64 * 1024
 TEXT_WHOLE_BYTES = 4 * TEXT_DOCUMENT_BYTES
@@ -90,7 +91,7 @@ def file_kind(path: Path) -> str:
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[IO[bytes]]:
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             yield file
     except OSError as error:
         raise DataError(
@@ -259,7 +260,7 @@ def _check_unfolded(path: str, num_bytes: int) -> None:
         )
 
 
-def _lines(file: IO[bytes], path: str) -> Iterator[bytes]:
+def _lines(file: IO[AnyStr], path: str) -> Iterator[AnyStr]:
     """The lines of a file; one without an end (a compressed gigabyte of zeros) is refused."""
     read = 0
     while line := file.readline(LONGEST_LINE + 1):
@@ -355,7 +356,7 @@ def csv_records(path: str) -> Iterator[tuple[int, list[str], list[str]]]:
     name = path.lower().removesuffix(".gz").removesuffix(".zst")
     delimiter = "\t" if name.endswith(".tsv") else ","
     with decompressed(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(_text_lines(file, path), delimiter=delimiter, strict=True)
+        reader = csv.reader(_lines(file, path), delimiter=delimiter, strict=True)
         try:
             header = next(reader, [])
             if len(set(header)) != len(header):
@@ -371,18 +372,6 @@ def csv_records(path: str) -> Iterator[tuple[int, list[str], list[str]]]:
             ) from None
         except csv.Error as error:
             raise DataError(f"{path}:{reader.line_num}: not valid CSV ({error}).") from None
-
-
-def _text_lines(file: io.TextIOWrapper, path: str) -> Iterator[str]:
-    read = 0
-    while line := file.readline(LONGEST_LINE + 1):
-        read += len(line)
-        _check_unfolded(path, read)
-        if len(line) > LONGEST_LINE:
-            raise DataError(
-                f"{path}: a line is longer than {LONGEST_LINE >> 20} MiB, the longest that is read."
-            )
-        yield line
 
 
 def ragged(header: list[str], cells: list[str]) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rush.errors import text_of
+from rush.launched import launched
 
 MUCH_FRAGMENTATION = 0.05
 """Fraction of the reserved memory lost to fragmentation that is worth a hint."""
@@ -96,7 +97,7 @@ def free_cached(device: str) -> None:
 
 def free_host_memory() -> float:
     """Free host memory in bytes, divided by the ranks of this machine."""
-    return free_memory("cpu") / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return free_memory("cpu") / launched("LOCAL_WORLD_SIZE", 1)
 
 
 def free_memory(device: str) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rush.errors import DataError, RecipeError
 from rush.models import Shape, count_parameters
+from rush.models.families import MODEL_TYPES
 from rush.plan.planning import Plan, plan
 from rush.plan.run_peak import RunPeak
 from rush.plan.spec import Spec
@@ -101,17 +102,18 @@ class ForeignPlan(Plan):
         return super().to_dict() | {"parameters": self.model.parameters, "not_known": doubts}
 
 
-def nearest_shape(config: Config) -> Foreign:
-    """A shape for any config; DataError where even the width or the depth is missing."""
+def nearest_shape(config: Config, refused: str = "") -> Foreign:
+    """A shape for any config; DataError where even the width or the depth is missing. `refused`: why it could not be read exactly."""
     doubts: list[Doubt] = []
     inner = next((config[key] for key in INNER if isinstance(config.get(key), dict)), None)
     if inner is not None:
         doubts.append(Doubt("other modalities", "only the language model is counted", 0.10, 0.10))
         config = {**inner, "model_type": inner.get("model_type", config.get("model_type"))}
     hidden, layers, vocab = _need(config, HIDDEN), _need(config, LAYERS), _need(config, ("vocab_size",))
-    doubts.append(
-        Doubt(f"model_type {config.get('model_type')!r:.60}", "its blocks are counted as Llama's", 0.05, 0.10)
-    )
+    kind, counted = config.get("model_type"), "its blocks are counted as Llama's"
+    if refused and isinstance(kind, str) and kind in MODEL_TYPES:  # it would be trained, but for this
+        counted += f", because it could not be read as a {kind}: {refused.rstrip('.')}"
+    doubts.append(Doubt(f"model_type {kind!r:.60}", counted, 0.05, 0.10))
     heads, kv_heads, head_dim = _attention(config, hidden, doubts)
     wide, resting = _mlp(config, hidden, layers, doubts)
     doubts += _other_terms(config)

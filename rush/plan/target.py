@@ -193,12 +193,12 @@ def with_memory_limit(target: TargetMachine, limit_gb: float | None) -> TargetMa
 
 
 def find_target(
-    name: str | None = None,
+    machine: str | None = None,
     devices: int | None = None,
     nodes: int | None = None,
     link: str | None = None,
     network: str | None = None,
-    cards: int | None = None,
+    network_cards: int | None = None,
     *,
     limit_gb: float | None = None,
 ) -> TargetMachine:
@@ -206,8 +206,8 @@ def find_target(
     from rush.hardware import probe
     from rush.hardware.ceilings import known_ceilings
 
-    if name is not None:
-        return with_memory_limit(target_of(name, devices, nodes, link, network, cards), limit_gb)
+    if machine is not None:
+        return with_memory_limit(target_of(machine, devices, nodes, link, network, network_cards), limit_gb)
     here = probe()
     known = known_ceilings(here)
     if known is None or not known.matmul or not known.bandwidth:

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from rush.errors import DataError, MachineError
-from rush.files import json_safe, parse_json, sha256_file
+from rush.files import json_safe, parse_json, read_file, sha256_file
 from rush.records.typed import wrong_field
 
 MANIFEST_NAME = "manifest.json"
@@ -94,7 +94,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     if not path.is_file():
         raise _damaged(folder, MANIFEST_NAME, "is missing")
     try:
-        text = path.read_bytes().decode()
+        text = read_file(path).decode()
         body = parse_json(text)
     except OSError as error:
         raise _damaged(folder, MANIFEST_NAME, f"cannot be read ({error.strerror})") from error

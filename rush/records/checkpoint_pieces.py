@@ -23,6 +23,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from rush.errors import DataError
+from rush.files import read_file
 from rush.records.typed import one_of, wrong_field
 from rush.tensor_file import ITEM_BYTES
 
@@ -120,7 +121,7 @@ def read_pieces(path: Path, files: Iterable[str]) -> dict[Kind, PieceTable]:
     """The tables of a checkpoint, if they are sound and name none but its own files; else a DataError."""
     allowed = set(files)
     try:
-        body = _SCHEMA.validate_json(path.read_bytes())
+        body = _SCHEMA.validate_json(read_file(path))
     except (OSError, ValidationError) as error:
         why = wrong_field(error) if isinstance(error, ValidationError) else error
         raise DataError(f"{path} is not a table of pieces as this rush writes it ({why}).") from None

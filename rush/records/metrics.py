@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -19,9 +20,10 @@ from pydantic import SkipValidation, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from rush.errors import DataError
-from rush.files import json_safe, parse_json, write_atomic, writing
+from rush.files import json_safe, open_file, parse_json, write_atomic, writing
 from rush.records.typed import wrong_field
 
+LONGEST_ROW = 1 << 24
 T = TypeVar("T", bound="StepRow")
 
 
@@ -144,11 +146,23 @@ def read_rows(path: Path, kind: type[T]) -> Iterator[T]:
     """The rows of a file, in order; an unfinished last line is left out, a broken one is a DataError."""
     if not path.exists():
         return
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
+    for number, line in _lines(path):
+        if not line.endswith(b"\n"):
+            return
+        yield _parse(path, number, line, kind)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with open_file(path) as file:
+        for number in count(1):
+            if not (line := file.readline(LONGEST_ROW)):
                 return
-            yield _parse(path, number, line, kind)
+            if len(line) == LONGEST_ROW:
+                raise DataError(
+                    f"{path}:{number}: the row is longer than {LONGEST_ROW:,} bytes, and a run's has some hundred. "
+                    "The file is damaged; remove this line and what is behind it."
+                )
+            yield number, line
 
 
 def truncate_after(path: Path, step: int) -> int:
@@ -161,20 +175,19 @@ def truncate_after(path: Path, step: int) -> int:
         return 0
     kept: list[bytes] = []
     last_step = -1
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
+    for number, line in _lines(path):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            row = _parse(path, number, line, StepRow)
+        except DataError:
+            if last_step == step:
                 break
-            try:
-                row = _parse(path, number, line, StepRow)
-            except DataError:
-                if last_step == step:
-                    break
-                raise
-            if row["step"] > step:
-                break
-            kept.append(line)
-            last_step = row["step"]
+            raise
+        if row["step"] > step:
+            break
+        kept.append(line)
+        last_step = row["step"]
     content = b"".join(kept)
     if len(content) != path.stat().st_size:
         write_atomic(path, content)

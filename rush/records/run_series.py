@@ -115,7 +115,6 @@ class RunSeries:
         self.buckets: list[Bucket] = []
         self.width = 1
         self.validations: list[Validated] = []
-        self.validations_left_out = 0
         self.last: Mapping[str, Any] = {}
         self.num_rows = self._num_broken = self.num_skipped = self.num_not_finite = 0
         self.first_not_finite: int | None = None
@@ -186,7 +185,6 @@ class RunSeries:
         """Every validation, until there are too many: then every second one is left out, never the newest."""
         self.validations.append(one)
         if len(self.validations) > MOST_VALIDATIONS:
-            self.validations_left_out += len(self.validations) // 2
             self.validations = self.validations[::-2][::-1]
             self.generation += 1
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES, MOST_SKIPPED = 1 << 20, 1 << 28
 LONGEST_LINE = 1 << 20
-"""Longer lines are skipped: an untrusted file must not fill the memory."""
+"""Longer lines are skipped: an untrusted file must not fill the memory. After 256 MiB of nothing else the file is not read
+further."""
 
 
 def open_file(path: Path, *, follow: bool = True) -> int | None:
@@ -59,6 +60,7 @@ class Tail:
     def _lines(self, descriptor: int, size: int) -> Iterator[bytes]:
         with open(descriptor, "rb", buffering=0) as file:
             file.seek(self._offset)
+            skipped = 0
             while self._offset < size and (piece := file.read(min(PIECE_BYTES, size - self._offset))):
                 self._offset += len(piece)
                 self.bytes_read += len(piece)
@@ -71,3 +73,6 @@ class Tail:
                         yield line
                 if len(self._rest) > LONGEST_LINE:
                     self._rest, self._skipping = b"", True
+                    skipped += LONGEST_LINE
+                    if skipped > MOST_SKIPPED:
+                        self._offset = size

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Required
 from pydantic import SkipValidation, TypeAdapter
 from typing_extensions import TypedDict
 
+from rush.files import read_file
 from rush.records.gains import interval_of, judge, over_original
 from rush.records.life import RecordedLife, broken
 from rush.records.parity import parity_again
@@ -188,7 +189,7 @@ def mark(fingerprint: str, machine: str) -> str:
 def tuned_on(recipe: Path) -> tuple[str, str] | None:
     """Fingerprint and name of the machine that a recipe's file was tuned on; None for others."""
     try:
-        found = _MARK.search(recipe.read_text(encoding="utf-8"))
+        found = _MARK.search(read_file(recipe).decode())
     except (OSError, UnicodeDecodeError):
         return None
     return (found[1], found[2]) if found else None

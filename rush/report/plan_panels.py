@@ -36,7 +36,7 @@ def _speedup(record: PlanChartRecord) -> list[Panel]:
     ]
     return [
         Curves("Tokens per second of a device", "devices", "tokens/s of a device", "", "", lines),
-        over_one("Speed-up over one device, the step unchanged", points),
+        over_one(points),
     ]
 
 

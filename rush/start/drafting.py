@@ -12,7 +12,7 @@ from rush.data.packing import best_fit
 from rush.errors import RecipeError
 from rush.parallel import DATA_AXES
 from rush.recipe import AUTO, LARGEST_NUMBER
-from rush.recipe_io import apply_override, parse
+from rush.recipe_io import apply_override, parse, value_at
 from rush.start import decisions
 from rush.start.data_files import DataFiles
 from rush.start.decisions import Choice
@@ -261,8 +261,5 @@ def given_values(overrides: Sequence[str], model: StartModel) -> dict[str, Any]:
         if key.endswith(("+", "-")):
             continue
         apply_override(tree, override)
-        node: Any = tree
-        for part in key.split("."):
-            node = node.get(part) if isinstance(node, dict) else None
-        values[key] = node
+        values[key] = value_at(tree, key)
     return values

@@ -125,7 +125,8 @@ def _cannot_write(error: CannotWrite, status: RunStatus) -> CannotWrite:
     _record_failure(error, status, [], str(error))
     notes = getattr(error, "__notes__", ())
     whose = "" if status.ranks.alone or FROM_RANK_0 in notes else f"rank {status.ranks.rank}: "
-    failed = CannotWrite(f"{whose}{error} {_how_to_resume(status)}".rstrip())
+    at = "" if status.phase in (Phase.BUILD, Phase.ONE_BATCH) else f" That was in {status}."
+    failed = CannotWrite(f"{whose}{error}{at} {_how_to_resume(status)}".rstrip())
     for note in notes:
         failed.add_note(note)
     return failed
@@ -166,6 +167,7 @@ def _record_failure(error: BaseException, status: RunStatus, techniques: list[st
     if status.folder is None:
         return
     failure = {
+        "error": type(error).__name__,
         "phase": status.phase.name.lower(),
         "step": status.step,
         "techniques": techniques,
@@ -285,12 +287,20 @@ def _memory_message(error: BaseException, status: RunStatus) -> str:
     advice = {
         Phase.SAMPLE: "Set run.sample_tokens=0, which a resumed run may do.",
         Phase.SAVE: "Set run.save_async=false, so that no copy of the state is made; a resumed run may do that.",
-    }.get(
-        status.phase,
-        "Halve batch.micro (the total batch in tokens stays the same), or shorten batch.sequence.",
-    )
+    }.get(status.phase) or _smaller_batch(status.recipe)
     on = f" on {status.machine.summary()}" if status.machine is not None else ""
     return f"out of memory at {status}{on}{fragmentation_hint(error)}. {advice}"
+
+
+def _smaller_batch(recipe: Recipe | None) -> str:
+    """What makes a step smaller. A resumed run may change the micro batch where its loader counts samples."""
+    halve = "Halve batch.micro (the total batch in tokens stays the same)"
+    if recipe is None or recipe.auto or recipe.objective.kind != "lm":
+        return f"{halve} in a new run, or shorten batch.sequence."
+    if recipe.micro % 2:
+        return "Take a smaller batch.micro, or shorten batch.sequence, in a new run."
+    total = "" if recipe.batch.total_tokens else f" batch.total_tokens={recipe.step_tokens}"
+    return f"{halve}, which a resumed run may do: batch.micro={recipe.micro // 2}{total}. Or shorten batch.sequence in a new run."
 
 
 def _suspects_message(found: list[Suspect], *, compiler: bool = False) -> str:

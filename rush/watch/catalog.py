@@ -150,7 +150,7 @@ class Catalog:
             key = (str(path), read.__name__)
             if key not in self._known or self._known[key][0] != identity:
                 self.files_read += 1
-                self._known[key] = (identity, read(file, found.st_size))
+                self._known[key] = (identity, read(file))
             return self._known[key][1]
 
     @staticmethod
@@ -165,9 +165,9 @@ VIEWS = ("alone", "left_out")
 """Folders of a ladder's other views, which are measured under its lock."""
 
 
-def _last_row(file: Any, size: int) -> dict[str, Any]:
+def _last_row(file: Any) -> dict[str, Any]:
     """The newest row, and the newest validation near it."""
-    file.seek(max(0, size - END_BYTES))
+    file.seek(max(0, os.fstat(file.fileno()).st_size - END_BYTES))
     *lines, _ = file.read(END_BYTES).split(b"\n")
     row: dict[str, Any] = {}
     for line in reversed(lines):
@@ -185,7 +185,7 @@ def _last_row(file: Any, size: int) -> dict[str, Any]:
     return row
 
 
-def _recipe_row(file: Any, size: int) -> dict[str, Any]:
+def _recipe_row(file: Any) -> dict[str, Any]:
     tree = read_toml(file.read(MOST_BYTES).decode("utf-8", "replace"))
     model, schedule = tree.get("model"), tree.get("schedule")
     return {
@@ -216,49 +216,44 @@ def _ratio(value: Any) -> float | None:
     return finite(value.get("ratio")) if isinstance(value, dict) else finite(value)
 
 
-def _ladder_row(file: Any, size: int) -> dict[str, Any]:
+def _listed(
+    tree: Mapping[str, Any], what: str, columns: tuple[str, ...], rows: list[list[Any]]
+) -> dict[str, Any]:
+    table = {"columns": list(columns), "rows": rows}
+    return {"finished": text(tree.get("finished")), "what": f"{len(rows)} {what}", "table": table}
+
+
+def _ladder_row(file: Any) -> dict[str, Any]:
     tree = _tree(file)
     rungs = [
         [text(rung.get("title")) or text(rung.get("name")), _speed(rung), _ratio(rung.get("total_gain")),
          finite(rung.get("peak_memory_bytes")), judged_again(text(rung.get("verdict")) or "", table(rung.get("gain")))]
         for rung in _rows_of(tree, "rungs")
     ]  # fmt: skip
-    return {
-        "finished": text(tree.get("finished")),
-        "what": f"{len(rungs)} rungs",
-        "table": {"columns": ["rung", "tokens/s", "cumulative", "memory", "verdict"], "rows": rungs},
-    }
+    return _listed(tree, "rungs", ("rung", "tokens/s", "cumulative", "memory", "verdict"), rungs)
 
 
-def _tune_row(file: Any, size: int) -> dict[str, Any]:
+def _tune_row(file: Any) -> dict[str, Any]:
     tree = _tree(file)
     tried = [
         [text(row.get("key")), _speed(row), _ratio(row.get("ratio")), finite(row.get("peak_memory_bytes")), text(row.get("state"))]
         for row in _rows_of(tree, "candidates")
         if row.get("tokens_per_s")
     ]  # fmt: skip
-    return {
-        "finished": text(tree.get("finished")),
-        "what": f"{len(tried)} measured",
-        "table": {"columns": ["candidate", "tokens/s", "over the lead", "memory", "state"], "rows": tried},
-    }
+    return _listed(tree, "measured", ("candidate", "tokens/s", "over the lead", "memory", "state"), tried)
 
 
-def _scale_row(file: Any, size: int) -> dict[str, Any]:
+def _scale_row(file: Any) -> dict[str, Any]:
     tree = _tree(file)
     points = [
         [f"{text(row.get('layout')) or text(row.get('title')) or text(row.get('name')) or '?'}", _speed(row), None,
          finite(row.get("peak_memory_bytes")), text(row.get("status"))]
         for row in _rows_of(tree, "points")
     ]  # fmt: skip
-    return {
-        "finished": text(tree.get("finished")),
-        "what": f"{len(points)} points",
-        "table": {"columns": ["layout", "tokens/s", "", "memory", "status"], "rows": points},
-    }
+    return _listed(tree, "points", ("layout", "tokens/s", "", "memory", "status"), points)
 
 
-def _race_row(file: Any, size: int) -> dict[str, Any]:
+def _race_row(file: Any) -> dict[str, Any]:
     tree = _tree(file)
     found = {text(one.get("contender")): one for one in _rows_of(tree, "findings")}
     rows = []
@@ -275,11 +270,7 @@ def _race_row(file: Any, size: int) -> dict[str, Any]:
         rows.append(
             [f"{letter} {text(one.get('name')) or ''}", lowest, _ratio(against.get("net")), None, states]
         )
-    return {
-        "finished": text(tree.get("finished")),
-        "what": f"{len(rows)} recipes",
-        "table": {"columns": ["recipe", "validation loss", "net", "", "status"], "rows": rows},
-    }
+    return _listed(tree, "recipes", ("recipe", "validation loss", "net", "", "status"), rows)
 
 
 RECORD_ROWS = {"ladder": _ladder_row, "tune": _tune_row, "scale": _scale_row, "race": _race_row}

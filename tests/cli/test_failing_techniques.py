@@ -292,6 +292,30 @@ def test_a_file_that_is_no_technique_is_refused_in_one_sentence(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ('conflicts=("compile")', "its conflicts is a str, and must be a tuple of str, as in (one,) or ()"),
+        ("requires=(1,)", "its requires is another tuple, and must be a tuple of Requirement"),
+        ("knobs=None", "its knobs is a NoneType, and must be a Mapping"),
+        ("summary='words'", "its summary is a str, and must be a function"),
+    ],
+)
+def test_a_technique_with_a_field_of_another_type_is_refused(
+    given: str,
+    said: str,
+    world: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "typed.py"
+    file.write_text((FAILING / "in_apply.py").read_text().replace("stage=Stage.", f"{given}, stage=Stage."))
+    words = ["train", world / "gpt2.toml", "--technique", file, "--out", tmp_path / "run"]
+    assert in_this_process(world, monkeypatch, *words) == 2
+    assert f"`technique` in {file} is not complete: {said}" in capfd.readouterr().err
+
+
 def test_two_files_with_one_name_are_refused(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,8 @@ INTERPRETED = ("TRITON_INTERPRET", "1")
 """With it our Triton kernels run on a CPU, slowly; each kernel asks when it is defined, so the forking process needs it."""
 LIMIT_S = 600.0
 """Of a command: a C++ compiler on busy cores."""
+FEWER = {"schedule.steps": 3, "run.save_every": 1}
+"""The same events in three steps, where each goes through interpreted graphs and kernels."""
 NEEDS_CUDA = {"cudnn_attention", "pin_memory"}
 
 
@@ -65,21 +67,26 @@ def _names(lived: Lived) -> set[str]:
 
 def _parts(lived: Lived, others: list[Lived]) -> list[str]:
     """All parts; of what compiles no third training. Nor is it killed and resumed, where one of the `others` that is has all its
-    techniques; and if they both have adapters or neither has, it is not evaluated and exported, too."""
+    techniques; and if that is of its family and objective, with adapters or without as this is, it is not evaluated and exported,
+    too."""
     if not _compiles(lived):
         return list(EVERY)
-    place, recipe = others.index(lived), lived.recipe
-    like = [
-        other.recipe
+    place = others.index(lived)
+    have = [
+        other
         for other in others
         if _names(lived) < _names(other) or (_names(lived) == _names(other) and others.index(other) < place)
-        if other.recipe.shape().family == recipe.shape().family
-        and other.recipe.objective.kind == recipe.objective.kind
     ]
-    trained = ["whole"] if like else ["train", "resume"]
-    if any(trains_adapters(other) == trains_adapters(recipe) for other in like):
+    trained = ["whole"] if have else ["train", "resume"]
+    if any(_kind(other) == _kind(lived) for other in have):
         return [*trained, "generate"]
     return [*trained, *(part for part in EVERY if part not in ("train", "resume", "repeat"))]
+
+
+def _kind(lived: Lived) -> tuple[str, str, bool]:
+    """What decides, with the techniques, what commands do with a trained recipe."""
+    recipe = lived.recipe
+    return recipe.shape().family, recipe.objective.kind, trains_adapters(recipe)
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +130,10 @@ def test_a_ready_recipe_lives_a_whole_life(
     environment: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    recipe = changed(lived.recipe, {"model.shape.num_layers": 1}) if _compiles(lived) else lived.recipe
-    life = Lives(starter, tmp_path, environment, LIMIT_S).live(short(data.of(recipe), **FEW), parts)
+    compiled = _compiles(lived)
+    recipe = changed(lived.recipe, {"model.shape.num_layers": 1}) if compiled else lived.recipe
+    steps = {**FEW, **(FEWER if compiled else {})}
+    life = Lives(starter, tmp_path, environment, LIMIT_S).live(short(data.of(recipe), **steps), parts)
     assert life.problem is None
 
 

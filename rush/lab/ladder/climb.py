@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from rush.lab.ladder.ladder_file import Addition, LadderPlan, compose
 from rush.lab.ladder.limits import batch_curve, sequence_limits, stops_paying, tries
 from rush.lab.paired import floors_near, quotient
 from rush.lab.parity.judge import in_further_process, parity_with_plain
+from rush.lab.progress import Progress
 from rush.lab.statistics import DISTURBED, Processes, disturbed, logs_of_medians
 from rush.lab.trial.found import TimingFound
 from rush.lab.trial.runner import Bench, open_bench
@@ -40,18 +40,7 @@ MOST_AGAIN = 2
 """Maximum number of additional processes of a rung in place of a disturbed one. If that is not enough, the machine is busy."""
 
 
-@dataclass(frozen=True)
-class LadderProgress:
-    """Reported before and after every trial."""
-
-    record: LadderRecord
-    doing: str | None
-    """The rung whose trial is running now, None when all are done."""
-    done: int
-    total: int
-    seconds_left: float | None
-
-
+LadderProgress = Progress[LadderRecord]
 Watch = Callable[[LadderProgress], None]
 
 

@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rush.errors import RecipeError, nearest
 from rush.ready import LADDERS
 from rush.recipe import Recipe
-from rush.recipe_io import apply_override, assign, parse, read_tree
+from rush.recipe_io import apply_override, assign, parse, read_tree, remove
 
 Whole = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -199,11 +199,7 @@ def change(tree: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Set dotted keys of a recipe's tree; the value "none" removes a key."""
     for key, value in values.items():
         if value == "none":
-            *parents, last = key.split(".")
-            node = tree
-            for part in parents:
-                node = node.get(part, {})
-            node.pop(last, None)
+            remove(tree, key)
         else:
             assign(tree, key, value)
 

@@ -112,7 +112,8 @@ def judged(life: LifeResult) -> tuple[str, str | None]:
         return "not known", f"{killed}."
     if part.disk_full:
         return "not known", "there is no room for its checkpoints on the disk."
-    if part.name == "whole" and part.code in (RecipeError.exit_code, Diverged.exit_code):
+    refused = part.code == RecipeError.exit_code and part.phase in (None, "build")
+    if part.name == "whole" and (refused or part.code == Diverged.exit_code):
         # The schedule is not the recipe's own: few steps, at the full learning rate from the first one.
         return "not known", f"its short schedule could not be run: {_message(part)}"
     return "broken", f"it cannot {_what(part)}: {_message(part)}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,13 @@ from rush.data import read_manifest
 from rush.data.conversations import read_document_manifest
 from rush.errors import DataError, MachineError, RecipeError
 from rush.files import timestamp, write_atomic
+from rush.lab.progress import Progress
 from rush.lab.race.contenders import Contender
 from rush.lab.race.findings import findings_of
 from rush.lab.race.legs import RaceBench, clean, open_race_bench, read_run
 from rush.lab.race.race_plan import RacePlan
 from rush.recipe import Recipe
-from rush.recipe_io import differences, write_toml
+from rush.recipe_io import differences, value_at, write_toml
 from rush.records.lock import FolderLock
 from rush.records.race import ENDED, FILE, FORMAT, RaceRecord, RaceRun, read_race, write_race
 from rush.records.race_curves import points_of
@@ -35,20 +35,7 @@ from rush.training.corpus import open_corpus
 Note = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class RaceProgress:
-    """Reported before and after every leg."""
-
-    record: RaceRecord
-    doing: str | None
-    """The leg that runs now; None after it."""
-    ended: str | None
-    """The outcome of the leg that just ended."""
-    done: int
-    total: int
-    seconds_left: float | None
-
-
+RaceProgress = Progress[RaceRecord]
 Watch = Callable[[RaceProgress], None]
 
 
@@ -253,7 +240,7 @@ class Race:
         legs = [leg.get("wall_s") for run in self.runs.values() for leg in run["legs"]]
         walls = [wall for wall in legs if wall is not None]
         left = sum(walls) / len(walls) * (len(order) - done) if walls else None
-        self.watch(RaceProgress(record, doing, ended, done, len(order), left))
+        self.watch(RaceProgress(record, doing, done, len(order), left, ended))
         return record
 
     def record(self) -> RaceRecord:
@@ -303,13 +290,8 @@ def recipe_differences(recipes: list[Recipe]) -> list[list[str]]:
     keys = {key for other in recipes[1:] for key in differences(recipes[0], other)} - {"about"}
     rows = []
     for key in sorted(keys):
-        values = []
-        for recipe in recipes:
-            node: Any = recipe.model_dump()
-            for part in key.split("."):
-                node = node.get(part) if isinstance(node, dict) else None
-            values.append("none" if node is None else str(node))
-        rows.append([key, *values])
+        values = [value_at(recipe.model_dump(), key) for recipe in recipes]
+        rows.append([key, *("none" if value is None else str(value) for value in values)])
     return rows
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rush.errors import RecipeError
 from rush.techniques.api.contract import Technique
+from rush.techniques.api.field_types import wrong_type
 
 GROUP = "rush.techniques"
 WANTED = "an entry point of rush.techniques names a rush.techniques.Technique, as in my_package.my_technique:technique"
@@ -64,6 +65,8 @@ class Plugin:
             ) from error
         if not isinstance(found, Technique):
             raise RecipeError(f"{where} is a {type(found).__name__}; {WANTED}.")
+        if (wrong := wrong_type(found)) is not None:
+            raise RecipeError(f"{where} is not complete: {wrong}. Update or uninstall the package.")
         if found.name != self.name:
             raise RecipeError(
                 f"{where} is named {found.name!r} in its file; the entry point must have the technique's own name."
