@@ -25,14 +25,14 @@ _BYTES = ((2.0**50, "PiB"), (2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB")
 
 
 def sentence(words: str) -> str:
-    """With a capital letter and a full stop, so that others may follow it; the name of a tensor keeps its letters."""
+    """Add a capital letter and a full stop, so that another sentence can follow; a tensor's name keeps its letters."""
     first = words.split(" ", 1)[0]
     opened = words[:1].upper() + words[1:] if first.isalpha() else words
     return opened if opened.endswith((".", "!", "?")) else f"{opened}."
 
 
 def breakable(name: str) -> Markup:
-    """A name that may be broken behind an opening bracket or a comma rather than within a word."""
+    """Allow line breaks after an opening bracket or a comma, so that none falls within a word."""
     return Markup(re.sub(r"([(,])", r"\1<wbr>", str(escape(name))))
 
 

@@ -110,7 +110,7 @@ def gap_words(gap: LossGap, *, short: bool = False) -> str:
 
 
 def _signed(value: float, decimals: int = 4) -> str:
-    """With its sign; what rounds to zero is no negative zero."""
+    """Format with a sign; a value that rounds to zero never becomes a negative zero."""
     return f"{round(value, decimals) + 0.0:+.{decimals}f}".replace("-", "−")
 
 

@@ -251,7 +251,7 @@ def warnings(run: RunView) -> list[str]:
 
 
 def _failed(run: RunView) -> str:
-    """How the run failed, from its `failure.json`."""
+    """One sentence about the failure, from `failure.json`."""
     error, step = text(run.failure.get("error")), whole(run.failure.get("step"))
     at = f" at step {formatting.count(step)}" if step is not None else ""
     if error == "Diverged":
