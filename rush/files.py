@@ -31,7 +31,7 @@ _FULL = {
     errno.EFBIG: "the file is larger than the file size limit allows",
 }
 LARGEST_READ = 1 << 28
-"""Of a file that is read as a whole: a recipe, a record, a config, a tokenizer."""
+"""In bytes, the largest file that is read at once: a recipe, a record, a config or a tokenizer."""
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 _TEMPORARY = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.tmp")
 
@@ -95,7 +95,7 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 
 def open_file(path: Path | str) -> BufferedReader:
-    """Open a file for reading. OSError for a pipe or a device, in a stranger's folder: one may never answer or never end."""
+    """Open a file for reading. OSError for a pipe or a device in an untrusted folder: reading one may never end."""
     return open(path, "rb", opener=_open_without_waiting)
 
 

@@ -1,4 +1,4 @@
-"""The results of the Python interface. Each has its record and its folder, and shows itself in a notebook."""
+"""The results of the Python interface. Each holds its record and its folder, and renders in a notebook."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ from rush.training.corpus import open_corpus
 from rush.version import __version__
 
 Watch = Callable[[str, str, int, int], None]
-"""Takes what is measured, what is being done with it, and how many of how many are done."""
+"""Called with the measured item, the current action, and how many of the items are done."""
 
 
 def bench_models(

@@ -58,7 +58,7 @@ FORMULAS = {
 
 
 Watch = Callable[[str, str, int, int], None]
-"""Takes what is measured, what is being done with it, and how many of how many are done."""
+"""Called with the measured item, the current action, and how many of the items are done."""
 
 
 def choose(asked: Sequence[str]) -> list[str]:

@@ -60,7 +60,7 @@ LONGEST_COMPLAINT = 600
 
 
 class Commands(typer.core.TyperGroup):
-    """All commands. Typer's complaint about an option repeats what was typed, however long that is: its middle is left out."""
+    """All commands. Typer's error message about an option repeats the typed text: this class shortens a long one."""
 
     def make_context(self, *given: Any, **named: Any) -> Any:
         with _shortened():

@@ -118,7 +118,7 @@ def measuring_bar(refresh_per_second: float = 10) -> Iterator[Callable[[str, int
 def watching(
     quiet: bool, console: Console, line: Callable[..., None], table: Callable[..., Any]
 ) -> Iterator[Callable[..., None]]:
-    """What follows a long command: a live table, without a terminal a line per trial, nothing if `quiet`."""
+    """The progress display of a long command: a live table; without a terminal one line per trial; nothing if `quiet`."""
     from rich.live import Live
 
     if quiet:

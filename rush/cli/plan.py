@@ -213,7 +213,7 @@ def _say_next(plan: Plan, words: Sequence[str], target: Mapping[str, Any]) -> No
 
 @dataclass(frozen=True)
 class _Output:
-    """What is shown of a plan, and where."""
+    """Which parts of a plan are shown, and where."""
 
     tokens: float | None
     price: float | None
@@ -225,7 +225,7 @@ class _Output:
         return plan.to_dict() | ({"budget": plan.budget(self.tokens, self.price)} if self.tokens else {})
 
     def page(self, name: str, plans: Sequence[Plan], lost: Sequence[str]) -> None:
-        """Write the HTML page, if one was asked for."""
+        """Write the HTML page if the user requested one."""
         from rush.plan.describe import describe
         from rush.report.plan import write_plan
 

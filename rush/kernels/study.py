@@ -1,4 +1,4 @@
-"""What a fair benchmark of an op needs: its inputs, its contenders, its least work.
+"""The definition of a fair benchmark of an op: its inputs, its contenders, its minimum work.
 
 Each op's folder has a `study.py` with one `STUDY`; the bench finds them, so adding a kernel is adding a folder. A study
 has no timers and no files: the bench calls its functions, checks their results and times them.

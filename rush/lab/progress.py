@@ -1,4 +1,4 @@
-"""What a ladder, a study or a race reports before and after every trial."""
+"""A progress message of a ladder, a study or a race, sent before and after every trial."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Record = TypeVar("Record")
 class Progress(Generic[Record]):
     record: Record
     doing: str | None
-    """What is measured now; None when all is done, in a race also after each leg."""
+    """The current measurement; None at the end, and in a race also after each leg."""
     done: int
     total: int
     seconds_left: float | None
     ended: str | None = None
-    """What became of the leg of a race that ended now."""
+    """The outcome of the race's leg that has just ended."""

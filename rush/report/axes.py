@@ -86,7 +86,7 @@ def free_spot(
     directions: Sequence[tuple[float, float]],
     apart: float,
 ) -> tuple[float, float] | None:
-    """The nearest place around a dot for its label, inside the plot and `apart` from what is there already."""
+    """The nearest free position around a dot for its label, inside the plot and `apart` from existing labels."""
     for reach in reaches:
         for dx, dy in directions:
             spot = (cx + dx * reach, cy + dy * reach)

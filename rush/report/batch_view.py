@@ -1,9 +1,9 @@
-"""A ladder over batches, without and with what saves memory: does checkpointing pay by the larger batch it allows?
+"""A ladder over batch sizes, with and without memory-saving techniques: does checkpointing pay off through a larger batch?
 
-Checkpointing costs arithmetic and gives memory back. At the same batch it loses. Under a limit of memory it may win: what
-runs without it stops at a smaller batch. So every rung that differs from the others only in its micro batch and in what
-saves memory is a point here: tokens per second and peak memory over the batch, with the limit as a line, and a cross
-for what ran out of it. A doubling counts as a gain only where the lab's rule says so (`rush/records/gains.py`).
+Checkpointing costs arithmetic and frees memory. At the same batch it loses. Under a memory limit it may win, because runs
+without it are limited to a smaller batch. So every rung that differs from the others only in its micro batch and in
+memory-saving techniques is a point here: tokens per second and peak memory over batch size, with the limit as a line, and a
+cross for each OOM. A doubling counts as a gain only by the lab's rule (`rush/records/gains.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rush.report.ladder import LadderView, RungView, careful_ratio
 from rush.report.panels import Curve, Curves, Dot, Level, Mark, Panel
 
 SAVERS = ("checkpoint_selective", "checkpoint_full", "offload_activations")
-"""Techniques that give memory back and cost time."""
+"""Techniques that save memory and cost time."""
 PLAIN = "no checkpointing"
 ENOUGH = 3
 """Different batches that make a curve."""
@@ -136,7 +136,7 @@ def stops_paying(own: Sequence[RungView]) -> int | None:
 
 
 def batch_words(view: BatchView) -> list[str]:
-    """What the curve says: the best of each, whether what saves memory pays, and where more stops paying."""
+    """The conclusions of the curve: the best of each, whether saving memory pays off, and where larger batches stop paying off."""
     found = []
     best = {name: rung for name, own in view.series.items() if (rung := _best(own)) is not None}
     limit = f"Under {view.limit_bytes / 1e9:g} GB" if view.limit_bytes else "On this machine"

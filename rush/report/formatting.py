@@ -1,8 +1,7 @@
-"""Numbers and times as a person reads them.
+"""Human-readable numbers and times.
 
-Three significant digits, because no measurement here is better than that; a unit that keeps the number
-between 1 and 1000; and a dash for what is not known. The same number is written the same way everywhere.
-A number and its unit are joined by a space that does not break.
+Three significant digits, because no measurement here is better than that; a unit that keeps the number between 1 and 1000; and
+a dash for unknown values. The same number has the same form everywhere. A non-breaking space joins a number and its unit.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _BYTES = ((2.0**50, "PiB"), (2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB")
 
 
 def sentence(words: str) -> str:
-    """With a capital letter and a full stop, so that others may follow it; the name of a tensor keeps its letters."""
+    """Add a capital letter and a full stop, so that another sentence can follow; a tensor's name keeps its letters."""
     first = words.split(" ", 1)[0]
     opened = words[:1].upper() + words[1:] if first.isalpha() else words
     return opened if opened.endswith((".", "!", "?")) else f"{opened}."
 
 
 def breakable(name: str) -> Markup:
-    """A name that may be broken behind an opening bracket or a comma rather than within a word."""
+    """Allow line breaks after an opening bracket or a comma, so that none falls within a word."""
     return Markup(re.sub(r"([(,])", r"\1<wbr>", str(escape(name))))
 
 
@@ -105,7 +104,7 @@ def share(value: float | None) -> str:
 
 
 def change(value: float | None) -> str:
-    """A ratio as a person says it: +75 %, −40 %, ×3.50."""
+    """A ratio in the usual form: +75 %, −40 %, ×3.50."""
     if value is None:
         return MISSING
     if value >= 2:

@@ -1,4 +1,4 @@
-"""A ladder as the pages show it: plain data read from `ladder.json`, None for what is not known."""
+"""A ladder as the pages show it: plain data read from `ladder.json`, None for unknown values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rush.report.lenient import Json, items, shown, table, text, word
 
 
 def under(*path: str) -> Any:
-    """Where the record has a field of another name, or of a table in it."""
+    """The record's field, if it has another name or is inside a table."""
     return Field(validation_alias=AliasPath(*path))
 
 
@@ -63,17 +63,17 @@ class GainView:
         None
     )
     paired: lenient.Whole = None
-    """On how many batches the two were compared one by one; None where by their medians."""
+    """The number of paired batches; None if medians were compared."""
 
     @property
     def judged(self) -> Judgement:
-        """What its interval says; without an interval nothing can be told."""
+        """The verdict of its interval; without an interval it cannot tell."""
         return judge(self.low, self.high) if self.low is not None and self.high is not None else "cannot tell"
 
 
 @dataclass(frozen=True)
 class DisturbedView:
-    """A process that something else slowed down: what part of the others' speed it had, and how often it was measured again."""
+    """A process that another program slowed down: its speed relative to the others, and how often its rung was measured again."""
 
     ratio: lenient.PositiveNumber
     again: lenient.Whole = None
@@ -216,7 +216,7 @@ class RungView:
 
     @property
     def usable(self) -> bool:
-        """Whether nothing is known to keep it from being trained with."""
+        """Whether it is not known to be unusable."""
         return self.life is None or self.life.verdict != "broken"
 
 
@@ -326,12 +326,12 @@ class LadderView:
 
     @property
     def able(self) -> tuple[RungView, ...]:
-        """The rungs that this machine can run: what the eye is led to."""
+        """The rungs that this machine can run."""
         return tuple(rung for rung in self.rungs if rung.verdict != "unsupported")
 
     @property
     def unable(self) -> tuple[RungView, ...]:
-        """The rungs that cannot run here: named apart, with their reasons."""
+        """The rungs that cannot run here, listed separately with their reasons."""
         return tuple(rung for rung in self.rungs if rung.verdict == "unsupported")
 
     def rung(self, name: str | None) -> RungView | None:

@@ -1,4 +1,4 @@
-"""Two kinds of cards in words, and whether eight of them can make nine of one."""
+"""Two GPU models in words, and whether eight devices can be nine times as fast as one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def in_group(record: PlanChartRecord, group: str) -> list[PredictedPoint]:
 
 
 def times_one(points: Sequence[PredictedPoint], devices: float) -> float | None:
-    """What so many devices make of the smallest number, where both fit."""
+    """The speedup over the smallest number of devices, if both fit."""
     found = {point["x"]: point for point in points if point["fits"]}
     base = min(found, default=None)
     if base is None or base != 1 or devices not in found:
@@ -42,7 +42,7 @@ def cards_words(record: PlanChartRecord) -> list[str]:
 
 
 def _claimed(record: PlanChartRecord) -> list[str]:
-    """Whether four cards can make ×4 of one and eight ×9, as somebody claimed."""
+    """Whether four GPUs can be ×4 as fast as one and eight ×9, as somebody claimed."""
     options = record["options"]
     second = options["against"]
     if float(options["devices"]) < 8:
@@ -86,7 +86,7 @@ def _claimed(record: PlanChartRecord) -> list[str]:
 
 
 def _why_more(record: PlanChartRecord, top: tuple[str, float, float, float]) -> str:
-    """What makes more of eight devices than eight times one."""
+    """Why eight devices can be more than eight times as fast as one."""
     if top[2] <= 8:
         return ""
     own = {p["x"]: p for p in in_group(record, top[0]) if p["series"] == record["options"]["against"]}

@@ -1,7 +1,7 @@
-"""Plans and published runs as lines and rows of a picture: what every chart of the planner is made of.
+"""Plans and published runs as lines and rows of a picture: the elements of the planner's charts.
 
-One rule for all: what was planned is hollow, broken or pale and has the stated error as a whisker; what others measured
-and published is filled and has the same color as the plan of that run. A cross marks what does not fit.
+One rule for all: plans are hollow, dashed or pale and have the expected error as a whisker; published measurements are filled
+and have the color of the plan of that run. A cross marks a plan that does not fit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pictures of each of the planner's charts, from its record (`plan_marks.py` has what they are made of)."""
+"""The pictures of each of the planner's charts, from its record (`plan_marks.py` has their elements)."""
 
 from __future__ import annotations
 

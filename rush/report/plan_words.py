@@ -1,7 +1,7 @@
-"""What a planner's chart says in words: the answer, the stated error, what was published, what is missing.
+"""A planner's chart in words: the answer, the expected error, published measurements, gaps.
 
-Every figure comes from the record. A sentence that a plan cannot carry is not said: what does not fit gets no speed,
-and a claim within the stated error is neither confirmed nor refuted.
+Every figure comes from the record. No sentence claims more than a plan supports: a plan that does not fit gets no speed, and a
+claim within the expected error is neither confirmed nor refuted.
 """
 
 from __future__ import annotations

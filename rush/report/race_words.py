@@ -1,4 +1,4 @@
-"""What a race says in words: who reached the same loss sooner, by how much, and what one seed cannot say."""
+"""The findings of a race in words: which recipe reached the same loss sooner, by how much, and the limits of one seed."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def gap_words(gap: LossGap, *, short: bool = False) -> str:
 
 
 def _signed(value: float, decimals: int = 4) -> str:
-    """With its sign; what rounds to zero is no negative zero."""
+    """Format with a sign; a value that rounds to zero never becomes a negative zero."""
     return f"{round(value, decimals) + 0.0:+.{decimals}f}".replace("-", "−")
 
 
@@ -133,7 +133,7 @@ def winner_of(record: RaceRecord) -> str | None:
 
 
 def warnings(record: RaceRecord) -> list[str]:
-    """What makes the figures less than they seem."""
+    """Caveats of the figures."""
     found = []
     if record.get("finished") is None:
         found.append(

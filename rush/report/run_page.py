@@ -1,4 +1,4 @@
-"""The page of a run: where it ended, its curves over steps, tokens and time, its samples, its recipe. One offline file."""
+"""The page of a run: its status, curves over steps, tokens and time, samples, recipe. One self-contained file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run folder as a page shows it: the curves, the samples, where it ended, what to be told of it.
+"""A run folder as a page shows it: curves, samples, status, warnings.
 
 A folder may be unfinished, damaged or untrusted: unreadable parts are omitted, with a note.
 """
@@ -52,7 +52,7 @@ class RunView:
     samples: tuple[SampleView, ...]
     num_samples: int
     notes: tuple[tuple[int, str], ...]
-    """What the run said, each with the step after which it said it."""
+    """Notes of the run, each with its step."""
     status: Status
     failure: Mapping[str, Json]
 
@@ -111,7 +111,7 @@ def read_run(folder: Path, most: int = MOST_CURVE) -> RunView:
 
 
 def run_status(run: RunFolder, series: RunSeries, steps: int | None) -> Status:
-    """Where the run stands now."""
+    """The current status of the run."""
     written, failed = _changed(run.metrics), _changed(run.last_failure)
     return status_of(
         done=steps is not None and series.step >= steps,
@@ -217,7 +217,7 @@ def headline(run: RunView) -> str:
 
 
 def warnings(run: RunView) -> list[str]:
-    """What a reader should know before trusting the curves."""
+    """Warnings about the curves."""
     series, notes = run.series, []
     if run.status == "interrupted":
         notes.append(
@@ -251,7 +251,7 @@ def warnings(run: RunView) -> list[str]:
 
 
 def _failed(run: RunView) -> str:
-    """How the run failed, from its `failure.json`."""
+    """One sentence about the failure, from `failure.json`."""
     error, step = text(run.failure.get("error")), whole(run.failure.get("step"))
     at = f" at step {formatting.count(step)}" if step is not None else ""
     if error == "Diverged":

@@ -1,4 +1,4 @@
-"""A search as a page: its time line first, then who won and why the others did not. From the record only."""
+"""A search as a page: its timeline first, then the winner and why the others lost. From the record only."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def tune_page(record: TuneRecord) -> str:
 
 
 def headline(record: TuneRecord) -> str:
-    """What was gained, if it is proved; of a record that was judged again."""
+    """The gain, if it is proved by the current rule."""
     winner = record["winner"]
     if winner is None:
         return "The search is not over."
@@ -144,7 +144,7 @@ def gain_words(gain: Mapping[str, Any] | None) -> str:
 
 
 def beside_words(gain: Mapping[str, Any] | None) -> str:
-    """The winner over a recipe made by hand; a word where it is not faster."""
+    """The winner over a hand-tuned recipe; a note if it is not faster."""
     if not gain:
         return formatting.MISSING
     said = {"no gain": ", no difference", "cannot tell": ", cannot tell"}.get(judge(*gain["ci95"]), "")
@@ -241,7 +241,7 @@ def _named(
 
 
 def _pruned(rows: Sequence[CandidateRow], x: Scale, frame: Frame) -> list[Markup]:
-    """What prediction spared, as rings over the moment it was thought of."""
+    """Pruned candidates, as rings at the time they were considered."""
     marks: list[Markup] = []
     heights: dict[int, int] = {}
     for row in rows:

@@ -293,7 +293,7 @@ def _memory_message(error: BaseException, status: RunStatus) -> str:
 
 
 def _smaller_batch(recipe: Recipe | None) -> str:
-    """What makes a step smaller. A resumed run may change the micro batch where its loader counts samples."""
+    """Advice that reduces memory per step. A resumed run may change the micro batch if its loader counts samples."""
     halve = "Halve batch.micro (the total batch in tokens stays the same)"
     if recipe is None or recipe.auto or recipe.objective.kind != "lm":
         return f"{halve} in a new run, or shorten batch.sequence."

@@ -120,7 +120,8 @@ FREE_ON_RESUME = ("about", "layout.ddp", "layout.fsdp", "layout.pp", "layout.cp"
                   "run.validate_every_tokens", "run.sample_every", "run.sample_prompt", "run.sample_tokens", "run.trackers")  # fmt: skip
 """Recipe keys that a resumed run may change: they do not change what it learns."""
 MICRO_BATCH = ("batch.micro", "batch.total_tokens")
-"""So are these where the steps stay as large and the loader counts samples: documents are packed into micro batches."""
+"""A resumed run may also change these if the tokens per step stay the same and the loader counts samples: packing
+depends on the micro batch."""
 
 
 def resumed_recipe(stored: Recipe, given: Recipe | None) -> Recipe:

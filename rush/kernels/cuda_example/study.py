@@ -1,7 +1,7 @@
-"""How the example in C++ and CUDA is measured: beside the same in Triton, and in torch, eager and compiled.
+"""How the example in C++ and CUDA is measured: against its Triton version, and against torch, eager and compiled.
 
-All of them are bound by memory, so what one may hope for is that they are equal: the question is whether CUDA was worth
-its lines. On a CPU the C++ side of the example is timed.
+All of them are memory-bound, so the best result is a tie: the question is whether CUDA is worth its lines of code. On a CPU the
+C++ version is timed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rush.kernels.study import Contender, Target
 
 
 def cannot_run(device: torch.device) -> str | None:
-    """CUDA source needs nvcc and ninja on the machine; the CPU's part a C++ compiler."""
+    """CUDA source needs nvcc and ninja on the machine; the CPU version a C++ compiler."""
     return cannot_build_cuda() if device.type == "cuda" else cannot_build()
 
 

@@ -1,7 +1,8 @@
-"""What a family of models is: one object of data, in a file of its own in this folder.
+"""A model family: one data object, in a separate file of this folder.
 
-`Structure` says what all models of the family have (kinds of norms, biases, activation). What differs between two models of a
-family (dims, windows, RoPE's numbers) are fields of `Shape`. `read` and `write` translate between Hugging Face's config.json
+`Structure` describes what all models of the family share (kinds of norms, biases, activation). The differences between two
+models of a family (dims, windows, RoPE's numbers) are fields of `Shape`. `read` and `write` translate between Hugging Face's
+config.json
 and those fields; `names`, `joined` and `transposed` say how the weights are stored.
 """
 

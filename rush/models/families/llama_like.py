@@ -1,4 +1,4 @@
-"""What the families that vary Llama share: settings with the same names, and weights with the same names."""
+"""Shared by the variants of Llama: settings with the same names, and weights with the same names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen 3 (dense): Llama with RMSNorm of each head's queries and keys, and a head dim of its own."""
+"""Qwen 3 (dense): Llama with RMSNorm of each head's queries and keys, and an explicit head dim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the fields of a technique from outside have their types: a dataclass takes anything.
+"""Checks the field types of a technique from outside rush, because a dataclass accepts any value.
 
 The commonest slip is `conflicts=("compile")`, a string: without its comma the technique would conflict with nothing.
 """
@@ -31,7 +31,7 @@ _FUNCTIONS = ("apply", "evidence", "nondeterministic", "compiles", "summary")
 
 
 def wrong_type(technique: Technique) -> str | None:
-    """The first field of another type, with what it must be; None where all are right."""
+    """The first field with a wrong type, and the right type; None if all are right."""
     for name, kind in _ONE.items():
         if not isinstance(value := getattr(technique, name), kind):
             return f"its {name} is a {type(value).__name__}, and must be a {kind.__name__}"
