@@ -1,7 +1,8 @@
 """The Python interface: what the commands do, as functions that return typed results (docs/python.md).
 
-A result shows itself in a notebook. The recipe may be a name, a file or a `Recipe`; overrides are written as on the
-command line: `train("tiny", "schedule.steps=100")`. Errors are those of `rush.errors`, with the same messages.
+Results render in a notebook. The recipe may be a name, a file or a `Recipe`; overrides are written as on the
+command line: `train("tiny", "schedule.steps=100")`. Errors are those of `rush.errors`, with the same
+messages.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class LadderResult:
 
 @dataclass(frozen=True)
 class PlannedRecipe(Plan):
-    """A plan that shows itself."""
+    """A plan that renders in a notebook."""
 
     def _repr_html_(self) -> str:
         from rush.report.notebook import plan_html
@@ -131,7 +132,7 @@ class RaceResult:
 
     @property
     def winner(self) -> Recipe | None:
-        """The recipe that reached the same loss soonest beyond noise; None where that cannot be told."""
+        """The recipe that reached the same loss soonest beyond noise; None if the race is inconclusive."""
         from rush.report.race_words import winner_of
 
         letter = winner_of(self.record)
@@ -181,7 +182,7 @@ def start_recipe(
     force: bool = False,
     note: Note = _quiet,
 ) -> StartedRecipe:
-    """A recipe for a model and data that fits a device: of the catalog, with `memory` GB, or this machine's.
+    """A recipe for a model and data that fits a device: one from the catalog, one with `memory` GB, or this machine's.
 
     Written to `out` where that is given; an existing file is only overwritten with `force`.
     """
@@ -214,7 +215,7 @@ def train(
     """Train a recipe in a new folder, or resume the run in `out`. Without a `view` it shows progress in the terminal. `until`: stop
     after this step, with a checkpoint to resume from.
 
-    `techniques`, here and below: Python files that define techniques of your own. Their code is executed.
+    `techniques`, here and below: Python files that define your own techniques. Their code is executed.
     """
     from rush.training.loop import train_recipe
     from rush.training.view import Recording, terminal_view
@@ -240,7 +241,7 @@ def train(
 
 
 def _written(folder: Path) -> tuple[int, int] | None:
-    """Tells whether a run has written rows: a start that was refused has not."""
+    """Whether a run has written rows; a refused start has not."""
     try:
         found = os.stat(RunFolder(folder).metrics)
     except OSError:
@@ -249,7 +250,7 @@ def _written(folder: Path) -> tuple[int, int] | None:
 
 
 def _draw_run(folder: Path, note: Note) -> None:
-    """Write the page of a run that recorded a step. Its result stands, whatever becomes of the page."""
+    """Write the page of a run that recorded a step. A failure here does not affect the run's result."""
     from rush.parallel import started_rank
 
     try:
@@ -291,7 +292,7 @@ def run_ladder(
     note: Note = _quiet,
 ) -> LadderResult:
     """Measure a ladder (`here`: the one for this machine), or resume the one in `out`; writes its record, its report and the
-    recipes it leads to. `race`: afterwards race every STATISTICAL rung over so many tokens, for its net beside its gain.
+    recipes it leads to. `race`: afterwards race every STATISTICAL rung over this many tokens, for its net in addition to its gain.
     """
     from rush.lab.ladder.climb import climb
     from rush.lab.ladder.here import HERE, ladder_here
@@ -375,7 +376,7 @@ def plan_chart(
     network: str | None = None,
     out: str | Path | None = None,
 ) -> PlanChartRecord:
-    """Plans over devices, links, cards, nodes, layouts or batches, with the stated error and what others published.
+    """Plans over devices, links, GPU models, nodes, layouts or batches, with the expected error and published measurements.
 
     Returns the record; with `out` it is written into that folder, with a page and a picture.
     """
@@ -401,9 +402,10 @@ def plan_config(
     network: str | None = None,
     network_cards: int | None = None,
 ) -> ForeignPlan:
-    """The plan of a recipe with the model of a Hugging Face config.json (a file, a folder or an id on the hub) in place of its own.
+    """The plan of a recipe with the model of a Hugging Face config.json (a file, a folder or an id on the hub) instead of its own.
 
-    A model that rush cannot train is planned with the nearest terms; each of them is named, and widens the expected error.
+    A model that rush cannot train is planned with the nearest known terms; the plan names each approximation and widens the
+    expected error.
     """
     from rush.hub.config import shape_from_config
     from rush.hub.json_files import read_json
@@ -498,9 +500,9 @@ def race(
     watch: RaceWatch | None = None,
     note: Note = _quiet,
 ) -> RaceResult:
-    """Train recipes side by side from the same seeds on the same data, or resume the race in `out`: which one reaches the same loss
-    sooner? A recipe may have its overrides behind it: `race("tiny", "tiny techniques+=compile")`. Every recipe is started on the ranks
-    of its layout; with `nproc` all must take so many.
+    """Train recipes side by side from the same seeds on the same data, or resume the race in `out`: which one reaches the same
+    loss sooner? Overrides may follow a recipe: `race("tiny", "tiny techniques+=compile")`. Every recipe starts on the ranks of its
+    layout; with `nproc` all layouts must take that many.
     """
     from rush.lab.race.contenders import read_contenders
     from rush.lab.race.race_plan import plan_race, race_name
@@ -610,7 +612,7 @@ def open_model(
 
 @contextmanager
 def _own(techniques: Sequence[str | Path]) -> Iterator[list[Path]]:
-    """Know the techniques of these files within the block."""
+    """Register the techniques of these files within the block."""
     from rush.techniques.api.own_files import added
 
     files = [Path(file).expanduser().resolve() for file in techniques]
@@ -619,7 +621,7 @@ def _own(techniques: Sequence[str | Path]) -> Iterator[list[Path]]:
 
 
 def new_folder(name: str) -> Path:
-    """Where a new run goes: `runs/NAME-DATE-TIME`."""
+    """The folder of a new run: `runs/NAME-DATE-TIME`."""
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

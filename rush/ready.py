@@ -1,6 +1,6 @@
-"""The ready files that come with the package (recipes, ladders, pipelines): where they are, and how one is read.
+"""The ready files that come with the package (recipes, ladders, pipelines): their folders, and how to read one.
 
-Nothing heavy is imported here, because shell completion must answer at once.
+Nothing heavy is imported here, because shell completion must be fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rush.errors import RecipeError, nearest
 
 
 def short_name(name_or_path: str) -> str:
-    """What to call what was made of a ready file or a path: the name without folder and ending. (A name has points in it.)"""
+    """A short name for the output of a ready file or a path: its name without folder and extension. (A name may contain dots.)"""
     return Path(name_or_path).name.removesuffix(".toml")
 
 
@@ -43,7 +43,7 @@ class Ready:
         if self.kind == "recipe" and name_or_path.endswith(DATA):
             example = "sft" if name_or_path.endswith(".jsonl") else "tiny"
             raise RecipeError(
-                f"{name_or_path} is a file of data, and here a recipe is wanted, which names its data: "
+                f"{name_or_path} is a data file, but a recipe is expected, which names its data: "
                 f"as in {example} data.source=files 'data.files=[\"{name_or_path}\"]'."
             )
         if name_or_path.endswith(".toml") or "/" in name_or_path:

@@ -4,8 +4,8 @@ A recipe is found by name (the ready ones in `recipes/`) or by path. An override
 the value is parsed as TOML, or else taken as a string. A list also takes `techniques+=compile` and
 `techniques-=compile`; an optional key takes `none`, which gives it its default again.
 
-A recipe file may have a table `published`: the published data and tokenizer, for whoever can download them, where the recipe itself
-reads text that is on every machine. `data=published` takes it.
+A recipe file may have a table `published`: the published data and tokenizer, which must be downloaded, while
+the recipe itself reads text that every machine has. `data=published` switches to it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def parse(tree: Mapping[str, Any], *, auto: bool = False) -> Recipe:
 
 
 def _check_pass(recipe: Recipe) -> None:
-    """A forward pass has a bound: gathering a billion tokens takes minutes, and then there is no memory for them."""
+    """Refuse an absurdly large forward pass: gathering a billion tokens takes minutes before memory runs out."""
     if (tokens := recipe.micro * recipe.batch.sequence) > LARGEST_PASS:
         raise RecipeError(
             f"batch.micro × batch.sequence is {recipe.micro:,} × {recipe.batch.sequence:,} = {tokens:,} tokens in one forward pass; "
@@ -167,7 +167,7 @@ def _published(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _take_published(tree: dict[str, Any]) -> None:
-    """Take the published data of a recipe, instead of text that is on every machine."""
+    """Use the published data of a recipe, instead of text that every machine has."""
     values = _published(tree)
     if not values:
         raise RecipeError(
@@ -186,7 +186,7 @@ def _optional(key: str) -> bool:
 
 
 def _default_of(key: str) -> Any:
-    """What a list has where the recipe does not name it; an empty one for a key that is not known, which is refused later."""
+    """The default of a list; an empty one for an unknown key, which is refused later."""
     field = _field(key)
     return [] if field is None or field.is_required() or field.default is None else field.default
 
@@ -243,7 +243,7 @@ def _read_value(text: str) -> Any:
 
 
 CONSTANT_BATCH = {"batch.schedule": None}
-"""What recipes of a few steps have: all of one size, which is set beside it."""
+"""Remove the batch-size schedule, which recipes of a few steps replace by one size."""
 
 
 def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
@@ -345,7 +345,7 @@ def _sentence(problem: Mapping[str, Any], path: list[str]) -> str:
 
 
 def _short(value: object) -> str:
-    """What was found, as far as it fits into a sentence."""
+    """The found value, shortened to fit into a message."""
     whole = repr(value)
     return whole if len(whole) <= 200 else f"{whole[:120]}… ({len(whole):,} characters)"
 

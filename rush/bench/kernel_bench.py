@@ -1,9 +1,8 @@
 """The kernel bench: each op against plain torch, compiled torch and the libraries that are installed.
 
-The ops are measured in a process of their own, one after another, so that a kernel that takes the device
-down, or never ends, costs one op: it is recorded with its reason, and another process measures the rest.
-Results are stored per op, keyed by the machine and the code, so an interrupted bench resumes, and a changed kernel is
-measured again.
+The ops are measured in a separate process, one after another. A kernel that crashes the device or hangs loses only
+one op: it is recorded with its reason, and another process measures the rest. Results are stored per op, keyed by the
+machine and the code, so an interrupted bench resumes, and a changed kernel is measured again.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from rush.records.kernels import (
 from rush.records.lock import FolderLock
 
 MARK = "@bench "
-"""Begins the lines by which the measuring process speaks: compilers and libraries print, too."""
+"""Prefix of the measuring process's messages on standard output, where compilers and libraries print, too."""
 PROCESS = "rush.bench.kernel_process"
 LIMIT_S = 240.0
-"""An op without output for so long is ended; compiling one function takes seconds."""
+"""Seconds without output after which an op is ended; compiling one function takes seconds."""
 
 FORMULAS = {
     "time_ms": "device time by events (on a CPU the clock), the cache overwritten and the host ahead before each call; "
@@ -131,7 +130,7 @@ def assemble(folder: Path, ops: Sequence[str], started: str, quick: bool) -> Ker
 
 
 class _Child:
-    """One process that measures ops until it is done or lost."""
+    """One process that measures ops until it is done or crashes."""
 
     def __init__(self, ops: Sequence[str], folder: Path, quick: bool, device: str) -> None:
         self.ops, self.folder = list(ops), folder

@@ -119,7 +119,7 @@ def _reflow(command: Any) -> None:
 
 
 def _of_own_file(error: BaseException) -> str | None:
-    """A sentence for what the file of a `--technique` raises outside of a run, as in its `requires`."""
+    """The message for what the file of a `--technique` raises outside of a run, as in its `requires`."""
     from rush.techniques.api.own_files import MODULE_PREFIX
 
     lines = [
@@ -133,7 +133,7 @@ def _of_own_file(error: BaseException) -> str | None:
 
 
 def _of_this_machine(error: BaseException) -> str | None:
-    """A sentence for what the system refused: memory, a file, a disk. None for errors that are bugs."""
+    """The message for an error of the operating system: memory, a file, a disk. None for errors that are bugs."""
     if isinstance(error, OSError) and error.errno not in (None, errno.ENOMEM):
         where = f" {error.filename}" if error.filename is not None else " a file"
         return f"Cannot read or write{where}: {error.strerror or error}. Give another path, or look at the system's limits."
@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
         if readers is None or not isinstance(cause, BrokenPipeError) or readers.left():
             raise
         print_error(
-            "a process that this command had started ended before it was done; start the command again. "
+            "a process started by this command ended too early; run the command again. "
             f"{log_unexpected(cause, f'rush {shlex.join(words)}')}"
         )
         status.code = MachineError.exit_code

@@ -25,7 +25,8 @@ def ladder(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A ladder's name (tiny, gpt2-124m, …) or .toml file; here: the one for this machine. Without one: the list of them.",
+            help="A ladder's name (tiny, gpt2-124m, …) or .toml file; here: the ladder for this machine. "
+            "Default: list all ladders.",
             autocompletion=complete_ladder,
         ),
     ] = None,
@@ -43,8 +44,9 @@ def ladder(
         int | None,
         typer.Option(
             metavar="TOKENS",
-            help="Afterwards race every rung of class STATISTICAL with the rung before it over so many tokens, with three seeds: its net "
-            "beside its gain.",
+            help="Afterwards race every rung of class STATISTICAL with the rung before it over this many "
+            "tokens, with three seeds: net "
+            "speedup in addition to its gain.",
             min=1,
         ),
     ] = None,
@@ -107,7 +109,7 @@ def ladder(
 
 
 def _list_ladders(json: bool) -> None:
-    """The ready ladders, and what each is about."""
+    """The ready ladders, each with its description."""
     found = {name: str(LADDERS.read(LADDERS.find(name)).get("about", "")) for name in LADDERS.names()}
     if json:
         print_json([{"name": name, "about": about} for name, about in found.items()])
@@ -117,7 +119,7 @@ def _list_ladders(json: bool) -> None:
 
 
 def _say_next(folder: Path, recipe: str) -> None:
-    """Where the recipes are, and what one would type next."""
+    """The recipes' paths, and the next command."""
     from rush.lab.ladder.proven import FASTEST, SMALLEST
 
     fastest, smallest = folder / FASTEST, folder / SMALLEST
@@ -172,7 +174,7 @@ def resumable(folder: Path, what: str = "trials") -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         note(
-            f"Stopped; no process is left. Finished {what} are kept: resume with the same command and --out {folder}."
+            f"Stopped; all processes have ended. Finished {what} are kept: resume with the same command and --out {folder}."
         )
         raise typer.Exit(130) from None
     finally:

@@ -81,16 +81,18 @@ def plan(
         str | None,
         typer.Option(
             metavar="FOLDER or OWNER/NAME",
-            help="Plan the model of a Hugging Face config.json (a file, a folder or an id on the hub) in place of the recipe's, also "
-            "one that rush cannot train.",
+            help="Plan the model of a Hugging Face config.json (a file, a folder or an id on the hub) "
+            "instead of the recipe's, even "
+            "if rush cannot train it.",
         ),
     ] = None,
     chart: Annotated[
         str | None,
         typer.Option(
             metavar="KIND",
-            help="Draw plans over devices, links, cards, nodes, layouts or batches: speedup, memory, zero, links, cards, nodes, layouts, "
-            "batch, or all; with the stated error, and beside what others published. --out: the folder. Default: runs/plan-KIND.",
+            help="Draw plans over devices, links, GPU models, nodes, layouts or batches: speedup, memory, "
+            "zero, links, cards, nodes, layouts, "
+            "batch, or all; with the expected error, next to published measurements. --out: the folder. Default: runs/plan-KIND.",
             autocompletion=complete_chart,
         ),
     ] = None,
@@ -144,7 +146,7 @@ def plan(
         return
     _pointless(
         ("--against", against is not None, "--chart cards"),
-        ("--link", link is not None and machine is None, "--machine; this machine's links are its own"),
+        ("--link", link is not None and machine is None, "--machine; this machine's links are known"),
         ("--network", network is not None and machine is None, "--machine"),
         ("--network-cards", network_cards is not None and machine is None, "--machine"),
         ("--price", price is not None and tokens is None, "--tokens"),
@@ -271,7 +273,7 @@ def _plan_config(
         return
     show_plan(f"{config}, {found.model.parameters:,} parameters, as {recipe}", found, budget, price)
     if found.model.doubts:
-        typer.secho("\nNot known to the planner, and counted as the nearest it knows", bold=True)
+        typer.secho("\nNot known to the planner, and counted as the nearest equivalent", bold=True)
     for doubt in found.model.doubts:
         say(f"  {doubt}")
 
@@ -313,7 +315,7 @@ def _search(
     from rush.plan.describe import describe
 
     if out is not None and out.exists():
-        raise RecipeError(f"{out} is there already; give another --out, or remove it.")
+        raise RecipeError(f"{out} already exists; give another --out, or remove it.")
     found = search(recipe, target, best=best, beyond=beyond)
     if html is not None:
         _page(name, list(found.best), list(found.lost), html, tokens, price)

@@ -41,7 +41,7 @@ def scale(
         bool,
         typer.Option(
             "--share-device",
-            help="Let ranks share a GPU where there are too few: checks correctness, gives no speed.",
+            help="Let ranks share a GPU if there are too few: checks correctness, gives no speed.",
         ),
     ] = False,
     group_of_one: Annotated[
@@ -57,7 +57,7 @@ def scale(
     launcher: Annotated[
         str | None,
         typer.Option(
-            help="Command that starts the ranks on a cluster, with {ranks} for their number. Default: torchrun on this machine."
+            help="Command that starts the ranks on a cluster; {ranks} stands for their number. Default: torchrun on this machine."
         ),
     ] = None,
     technique: ExtraTechniques = None,
@@ -65,9 +65,10 @@ def scale(
 ) -> None:
     """Measure strong and weak scaling of every layout, in fresh processes.
 
-    Each point has its scaling efficiency with an interval, the exposed communication time, the memory of every rank, and a
-    verdict: no efficiency without parity with one rank. The recipe's step is that of the largest number of devices. An
-    interrupted study resumes when you run the same command again.
+    Each point has its scaling efficiency with an interval, the exposed communication time, the memory of
+    every rank, and a verdict: without parity with one rank there is no efficiency. The recipe's tokens per
+    step apply to the largest number of devices. An interrupted study resumes when you run the same command
+    again.
 
     Examples:
 

@@ -389,6 +389,18 @@ def ragged(header: list[str], cells: list[str]) -> str:
     return f"{len(cells)} cells under {len(header)} columns"
 
 
+class BadLine(DataError):
+    """A line that is no row; `problem` is the message without the name of the line."""
+
+    problem: str
+
+    @classmethod
+    def at(cls, name: str, problem: str) -> BadLine:
+        bad = cls(f"{name}: {problem}")
+        bad.problem = problem
+        return bad
+
+
 def parse_line(line: bytes, path: str, number: int) -> tuple[str, dict[str, Any]]:
     """The row of a line of JSONL, with its name."""
     name = f"{path}:{number}"
@@ -396,11 +408,11 @@ def parse_line(line: bytes, path: str, number: int) -> tuple[str, dict[str, Any]
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{name}: {json_problem(error)}. Each line must be one JSON object; fix or remove the line."
+        raise BadLine.at(
+            name, f"{json_problem(error)}. Each line must be one JSON object; fix or remove the line."
         ) from error
     if not isinstance(row, dict):
-        raise DataError(f"{name}: expected a JSON object, found {type(row).__name__}.")
+        raise BadLine.at(name, f"expected a JSON object, found {type(row).__name__}.")
     return name, row
 
 
@@ -476,7 +488,8 @@ def _decode(raw: bytes, name: str, at: int = 0) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{name}: not UTF-8 text (byte 0x{raw[error.start]:02x} at position {at + error.start}). "
-            "Convert the file to UTF-8, for example with iconv."
+        raise BadLine.at(
+            name,
+            f"not UTF-8 text (byte 0x{raw[error.start]:02x} at position {at + error.start}). "
+            "Convert the file to UTF-8, for example with iconv.",
         ) from error

@@ -172,7 +172,7 @@ class RungView:
     status: lenient.Word
     verdict: lenient.Word
     adds: Annotated[tuple[str, ...], PlainValidator(_adds)] = ()
-    techniques: Annotated[tuple[str, ...], PlainValidator(_adds)] = ()
+    techniques: Annotated[tuple[str, ...], PlainValidator(lambda value: tuple(map(shown, items(value))))] = ()
     recipe: lenient.Text = None
     digest: lenient.Text = None
     kept: Annotated[bool, PlainValidator(lambda value: value is not False)] = True

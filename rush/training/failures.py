@@ -108,7 +108,7 @@ def reporting_failures(status: RunStatus) -> Iterator[None]:
     except CannotWrite as error:
         raise _cannot_write(error, status) from error
     except Diverged as error:
-        _record_identifiers(error, status, [])
+        _record_failure(error, status, [], str(error))
         raise
     except RushError as error:
         if isinstance(error, RankLost) or status.phase in (Phase.BUILD, Phase.ONE_BATCH):
@@ -122,7 +122,7 @@ def reporting_failures(status: RunStatus) -> Iterator[None]:
 
 def _cannot_write(error: CannotWrite, status: RunStatus) -> CannotWrite:
     """Which rank could not write (disks may be of different nodes), and how to resume once it can."""
-    _record_identifiers(error, status, [])
+    _record_failure(error, status, [], str(error))
     notes = getattr(error, "__notes__", ())
     whose = "" if status.ranks.alone or FROM_RANK_0 in notes else f"rank {status.ranks.rank}: "
     at = "" if status.phase in (Phase.BUILD, Phase.ONE_BATCH) else f" That was in {status}."
@@ -137,11 +137,13 @@ def _refused_mid_run(error: RushError, status: RunStatus) -> RushError:
     uses = status.uses()
     found, where = _log_failure(error, status, str(status), uses)
     found = found if isinstance(error, RecipeError) else []
-    _record_identifiers(error, status, [one.technique.name for one in _suspected(found, compiler=False)])
     said = f"{str(error).rstrip('.')}."
     at = "" if said.startswith(str(status)) else f"{status} failed: "
     whose = [_suspects_message(found)] if found else []
-    failed = type(error)(" ".join([f"{at}{said}", *whose, where, _how_to_resume(status)]).rstrip())
+    message = " ".join([f"{at}{said}", *whose])
+    suspected = [one.technique.name for one in _suspected(found, compiler=False)]
+    _record_failure(error, status, suspected, message)
+    failed = type(error)(f"{message} {where} {_how_to_resume(status)}".rstrip())
     for note in getattr(error, "__notes__", ()):
         failed.add_note(note)
     return failed
@@ -153,25 +155,26 @@ def failure_message(error: BaseException, status: RunStatus) -> RushError:
     found, where = _log_failure(error, status, str(status), uses)
     kind, message = _diagnosis(error, status, uses, found)
     names = [one.technique.name for one in _blamed(error, found) if one.technique.name not in AXES]
-    _record_identifiers(error, status, names)
+    _record_failure(error, status, names, message)
     failed = kind(f"{message} {where} {_how_to_resume(status)}".rstrip())
     if FROM_RANK_0 in getattr(error, "__notes__", ()):
         failed.add_note(FROM_RANK_0)
     return failed
 
 
-def _record_identifiers(error: BaseException, status: RunStatus, techniques: list[str]) -> None:
+def _record_failure(error: BaseException, status: RunStatus, techniques: list[str], message: str) -> None:
     """Write what a program needs to know of the failure: nothing has to be read out of the message."""
     if status.folder is None:
         return
-    identifiers = {
+    failure = {
         "phase": status.phase.name.lower(),
         "step": status.step,
         "techniques": techniques,
         "disk_full": any(map(is_disk_full, chain(error))),
+        "message": message,
     }
     with suppress(RushError):
-        write_json_atomic(status.folder.last_failure, identifiers)
+        write_json_atomic(status.folder.last_failure, failure)
 
 
 def report_late(status: RunStatus, uses: list[Use], error: BaseException, at: str) -> None:

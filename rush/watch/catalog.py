@@ -1,8 +1,7 @@
-"""What lies under the watched folders: runs, ladders, searches, scaling studies and races, with where each stands.
+"""The contents of the watched folders: runs, ladders, searches, scaling studies and races, with their status.
 
-Folders are found by walking, never by joining a name that a request brings: a request names an id of this list. Symbolic
-links are not followed, neither to folders nor to files. To list a run, only the end of its metrics is read, and only when the
-file changed.
+Folders are found by walking; no path is ever built from a request, which names an id of this list. Symbolic links are not
+followed, neither to folders nor to files. Listing a run reads only the end of its metrics, and only when the file changed.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ MOST_FOLDERS = 2000
 OWN_FOLDERS = {"checkpoints", "tensorboard", "tokenizer", "trials", "wandb"}
 SHOWN = ("ladder", "tune", "scale", "race")
 FRESH_S = 0.4
-"""A list that was made a moment ago is good enough for the next client."""
+"""Seconds for which a list is reused for the next client."""
 END_BYTES = 1 << 14
 MOST_BYTES = 1 << 25
-"""Of a record."""
+"""Maximum bytes of a record."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Entry:
 
 
 class Catalog:
-    """The list, made anew when it is older than a moment; safe to be asked by many threads."""
+    """The list, refreshed when it is too old; thread-safe."""
 
     def __init__(self, roots: list[Path]) -> None:
         self.roots = [root.resolve() for root in roots]
@@ -62,7 +61,7 @@ class Catalog:
         self._version = ""
         self._known: dict[tuple[str, str], tuple[tuple[int, ...], Mapping[str, Any]]] = {}
         self.files_read = 0
-        """Ever, for those who count the work."""
+        """Total count, for tests of the work done."""
 
     def entry(self, id: str) -> Entry | None:
         self.rows()
@@ -134,14 +133,14 @@ class Catalog:
         alive = holder_is_alive(entry.path) or (
             entry.path.name in VIEWS and holder_is_alive(entry.path.parent)
         )
-        # A trial may take long: only its holder tells whether it is still under way.
+        # A trial may take long: only the lock's holder shows whether it is still running.
         status = status_of(
             done=bool(facts.get("finished")), alive=alive, quiet_s=0.0 if alive else time.time() - changed
         )
         return {**facts, "status": status, "changed": int(changed)}
 
     def _cached(self, path: Path, read: Any) -> Mapping[str, Any]:
-        """What `read` makes of the file, read again only when the file changed."""
+        """The result of `read`, cached until the file changes."""
         descriptor = open_file(path, follow=False)
         if descriptor is None:
             return {}

@@ -11,7 +11,6 @@ so; failures of the whole model only, such as running out of memory at a validat
 
 from __future__ import annotations
 
-import re
 import shutil
 import signal
 from collections.abc import Sequence
@@ -127,6 +126,5 @@ def _what(part: PartResult) -> str:
 
 
 def _message(part: PartResult) -> str:
-    """The message of the command, without the path of the log, which is gone."""
-    message = re.sub(r"^exit code [^:]*: error: ", "", shareable(str(part.problem)))
-    return message.split(" The full log is")[0].rstrip(".") + "."
+    """What went wrong, without the path of the log, which is gone."""
+    return shareable(str(part.message or part.problem)).rstrip(".") + "."

@@ -4,8 +4,8 @@ DIR/race.json            contenders, legs, losses and step times of every run, f
 DIR/recipes/A.toml       the contenders' recipes as given, ready for `rush train`
 DIR/runs/A-1337/         a run folder for every contender and seed
 
-A contender that diverges or fails is out, with its reason; the others go on. A run that was killed from outside ends the command:
-the next one with the same words tries its leg again.
+A contender that diverges or fails is out, with its reason; the others continue. A run that was killed from
+outside ends the command; repeating the command retries its leg.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RaceProgress:
     doing: str | None
     """The leg that runs now; None after it."""
     ended: str | None
-    """What became of the leg that ended now."""
+    """The outcome of the leg that just ended."""
     done: int
     total: int
     seconds_left: float | None
@@ -226,7 +226,7 @@ class Race:
             run["status"] = "ok"
 
     def _catch_up(self, one: Contender, seed: int) -> None:
-        """Note what was trained before the last attempt was killed."""
+        """Record what was trained before the last attempt was killed."""
         run, done = self.runs[one.letter, seed], self.bench.done(one, seed)
         if run["status"] in ENDED:
             return
@@ -330,7 +330,7 @@ def _new_run(one: Contender, seed: int) -> RaceRun:
 
 
 def _became(one: Contender, run: RaceRun) -> str:
-    """What became of a leg, in one line."""
+    """The outcome of a leg, in one line."""
     said = f"{one.letter}, seed {run['seed']}: "
     if run["reason"] is not None:
         return f"{said}{run['status']}, {run['reason']}"

@@ -5,7 +5,7 @@
 
 Discovery reads the metadata of installed packages and imports nothing. A plug-in is imported when a recipe names its
 technique, or when all techniques are listed (`rush probe`, `rush tune`). An installed package is trusted as any import is.
-A plug-in that cannot be used is an error for the recipe that names it, and one sentence for everybody else.
+A plug-in that cannot be used is an error for a recipe that names it, and a one-line warning otherwise.
 """
 
 from __future__ import annotations
