@@ -120,7 +120,8 @@ def _slice_jsonl(file: IO[bytes], path: str, size: int, slice_bytes: int) -> Ite
     file.seek(0)
     while start < size:
         body = file.read(slice_bytes)
-        rest = file.readline()
+        rest = file.readline(LONGEST_LINE + 1)
+        _check_line(path, rest)
         stop = start + len(body) + len(rest)
         yield Slice("jsonl", path, start, stop, first=line)
         line += body.count(b"\n") + rest.count(b"\n")
@@ -266,10 +267,7 @@ def _lines(file: IO[bytes], path: str) -> Iterator[bytes]:
     while line := file.readline(LONGEST_LINE + 1):
         read += len(line)
         _check_unfolded(path, read)
-        if len(line) > LONGEST_LINE:
-            raise DataError(
-                f"{path}: a line is longer than {LONGEST_LINE >> 20} MiB, the longest that is read."
-            )
+        _check_line(path, line)
         yield line
 
 
@@ -379,11 +377,13 @@ def _text_lines(file: io.TextIOWrapper, path: str) -> Iterator[str]:
     while line := file.readline(LONGEST_LINE + 1):
         read += len(line)
         _check_unfolded(path, read)
-        if len(line) > LONGEST_LINE:
-            raise DataError(
-                f"{path}: a line is longer than {LONGEST_LINE >> 20} MiB, the longest that is read."
-            )
+        _check_line(path, line)
         yield line
+
+
+def _check_line(path: str, line: bytes | str) -> None:
+    if len(line) > LONGEST_LINE:
+        raise DataError(f"{path}: a line is longer than {LONGEST_LINE >> 20} MiB, the longest that is read.")
 
 
 def ragged(header: list[str], cells: list[str]) -> str:
