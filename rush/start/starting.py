@@ -264,7 +264,7 @@ def _notes(found: Findings) -> list[str]:
         )
     elif not model.weights:
         notes.append(
-            f"{model.init_from} holds no weights yet: they must be there before `rush overfit` and `rush train`."
+            f"{model.init_from} does not hold its weights, or not all of their files: they must be there before `rush overfit` and `rush train`."
         )
     if found.place.target.how == "assumed":
         notes.append("The rates of this CPU are assumed, so the time is a guess; `rush probe` measures them.")
