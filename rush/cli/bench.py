@@ -13,7 +13,7 @@ from rush.cli.options import Device, ExtraTechniques, Json
 from rush.cli.output import next_step, note, print_json, print_table, say
 from rush.errors import RecipeError
 from rush.records.step_gap import parity_words
-from rush.records.targets import target_word
+from rush.records.targets import CLOSE_CALL, target_word
 
 if TYPE_CHECKING:
     from rush.records.kernels import KernelRecord, KernelRow
@@ -62,7 +62,7 @@ def kernels(
             folder,
             quick=quick,
             device=device,
-            watch=lambda p: show(p.op or "machine", p.doing, p.done, p.total),
+            watch=show,
         )
     write_kernel_report(folder, folder / "report.html")
     if json:
@@ -98,10 +98,10 @@ def offload(
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Time inference with layers in host memory or on disk, beside accelerate's: tokens per second and memory.
+    """Time inference with layers in host memory or on disk, against accelerate: tokens per second and memory.
 
-    The weights are random, of the shape, and are written to the output folder once. Both contenders read the same files and
-    generate greedily, in fresh processes and in turns.
+    The weights are random and are written to the output folder once. Both contenders read the same files and
+    generate greedily, in fresh processes that take turns.
 
     Examples:
 
@@ -203,7 +203,8 @@ def _show_kernels(record: KernelRecord) -> None:
     ]
     if record["interpreted"]:
         typer.echo(
-            "Kernels without a CPU implementation ran in the interpreter: their results were checked, their speed was not measured."
+            "Kernels without a CPU implementation ran in the interpreter: their results were checked, their "
+            "speed was not measured."
         )
     if targets:
         print_table(["kernel", "size", "pass", "target", "reached", ""], targets, title="Targets")
@@ -258,8 +259,9 @@ def models(
         int | None,
         typer.Option(
             metavar="TOKENS",
-            help="Afterwards race every recipe of ours with a STATISTICAL technique against itself without, over so many tokens, with "
-            "three seeds: its net beside its speed.",
+            help="Afterwards race each of our recipes that has STATISTICAL techniques against itself without "
+            "them, over this many tokens, with "
+            "three seeds: net speedup in addition to speed.",
             min=1,
         ),
     ] = None,
@@ -300,7 +302,7 @@ def models(
             workloads,
             folder,
             extra_techniques=files,
-            watch=lambda p: show(p.workload, p.doing, p.done, p.total),
+            watch=show,
             note=notes,
         )
         race_models(record, folder, race, techniques=[str(file) for file in files], note=notes)
@@ -360,8 +362,8 @@ def _memory_row(target: dict[str, Any]) -> list[str]:
 
 
 def _verdict(target: dict[str, Any]) -> str:
-    word, why = target_word(target), target["why"] or ""
-    return f"{word}{': ' + why.removeprefix('a close call: ') if why else ''}"[:90]
+    word, why = target_word(target), target["why"]
+    return word if word == CLOSE_CALL else f"{word}: {why}"[:90] if why else word
 
 
 def _show_longest(longest: LongestRecord, title: str) -> None:

@@ -54,7 +54,7 @@ def clean(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
     workers: Annotated[int | None, typer.Option(help="Concurrent tasks. Default: all cores.", min=1)] = None,
     executor: Annotated[
-        Literal["local", "slurm", "ray"], typer.Option(help="Where the datatrove pipeline runs.")
+        Literal["local", "slurm", "ray"], typer.Option(help="Executor of the datatrove pipeline.")
     ] = "local",
     option: ExecutorOptions = None,
     json: Json = False,

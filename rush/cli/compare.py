@@ -28,8 +28,9 @@ def compare(
 ) -> None:
     """Compare runs and the recipes of races (tokens and time to the same loss, differences), or ladders rung by rung.
 
-    Runs are held against a loss that all of them reached: the worst final validation loss, or without validations the worst
-    smoothed training loss. Recipes of a race have gross and net with it, against the first one of their race.
+    Runs are compared at a loss that all of them reached: the highest final validation loss, or without
+    validations the highest smoothed training loss. Recipes of a race also have gross and net, against the
+    first one of their race.
 
     Examples:
 
@@ -44,7 +45,7 @@ def compare(
     kinds = {str(folder): known_kind(folder) for folder in folders}
     if len(folders) < 2 and set(kinds.values()) != {"race"}:
         raise RecipeError(
-            "a comparison needs a race, or at least two folders: of runs and races, or of ladders."
+            "a comparison needs one race, or at least two folders of runs and races, or of ladders."
         )
     if set(kinds.values()) <= {"run", "race"}:
         _runs(folders, out, json)

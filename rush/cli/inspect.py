@@ -79,7 +79,7 @@ def report(folder: Path, json: bool) -> None:
 
 
 def prepare_recipe(recipe: Recipe, **options: Any) -> Path:
-    """Prepare a recipe's fine-tuning data where `rush train` looks for it, unless it is there."""
+    """Prepare a recipe's fine-tuning data in the cache of `rush train`, unless it exists."""
     from rush.data import progress_bar
     from rush.data.conversations import prepare_documents
     from rush.files import cache_folder

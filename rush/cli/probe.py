@@ -31,7 +31,7 @@ def probe(
     collectives: Annotated[
         int | None,
         typer.Option(
-            help="Time all-reduce and all-gather between this many processes. Default: one per GPU where there "
+            help="Time all-reduce and all-gather between this many processes. Default: one per GPU if there "
             "are several GPUs, otherwise none.",
             min=2,
         ),
@@ -44,8 +44,8 @@ def probe(
 ) -> None:
     """Show this machine's devices, links, versions and measured rates, and which techniques run on it.
 
-    Rates are measured once (in seconds) and cached; their age is shown. Every technique is checked for a recipe, with the
-    reason where it cannot run.
+    Rates are measured once (in seconds) and cached; their age is shown. Every technique is checked for a
+    recipe, with the reason if it cannot run.
 
     Examples:
 

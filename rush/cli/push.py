@@ -18,7 +18,7 @@ def push(
     folder: Annotated[Path, typer.Argument(help="A run folder, or an exported Hugging Face folder.")],
     to: Annotated[
         str | None,
-        typer.Option(metavar="OWNER/NAME", help="Where to upload it. Nothing is uploaded without it."),
+        typer.Option(metavar="OWNER/NAME", help="Repository to upload to. Nothing is uploaded without it."),
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="Make it a private repository.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch to upload to. Default: main.")] = None,
@@ -28,7 +28,7 @@ def push(
     ] = None,
     checkpoint: Annotated[str, typer.Option(help="Checkpoint: last, best, or a step.")] = "last",
     merged: Annotated[
-        bool, typer.Option("--merged", help="Upload adapters merged into their base, as a whole model.")
+        bool, typer.Option("--merged", help="Upload adapters merged into their base, as a full model.")
     ] = False,
     base: Annotated[
         str | None,
@@ -38,7 +38,7 @@ def push(
     ] = None,
     record: Annotated[
         Path | None,
-        typer.Option(help="A ladder's folder: the card says what it verified about the run's techniques."),
+        typer.Option(help="A ladder's folder: the card states what it verified about the run's techniques."),
     ] = None,
     evaluation: Annotated[
         Path | None, typer.Option(help="A file that `rush evaluate --json` wrote, for the card.")
@@ -51,9 +51,9 @@ def push(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Upload a model to the Hugging Face hub, with a model card made from the run.
+    """Upload a model to the Hugging Face hub, with a model card generated from the run.
 
-    A run is exported first; one that trained adapters as a PEFT adapter. Your token comes from `hf auth login` or HF_TOKEN.
+    A run is exported first; a run with adapters as a PEFT adapter. Your token comes from `hf auth login` or HF_TOKEN.
 
     Example: rush push runs/tiny --to me/tiny --private
 

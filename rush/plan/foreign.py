@@ -1,7 +1,8 @@
 """Plans for models that rush cannot train: any `config.json`, counted with the nearest terms that the planner knows.
 
-A decoder block of the Llama family stands for whatever the blocks are. Each setting that has no term of its own is named, with what
-it was counted as and how far off that may be; the expected error grows by it. These widths are estimates, not measurements.
+Every block is approximated by a decoder block of the Llama family. Each setting without its own term is
+listed with what it was counted as and the possible error, which widens the plan's expected error. These
+widths are estimates, not measurements.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ UNGATED = (
 
 @dataclass(frozen=True)
 class Doubt:
-    """A setting without a term of its own: what it was counted as, and the error it may add to memory and time."""
+    """A setting without its own term: what it was counted as, and the error it may add to memory and time."""
 
     term: str
     counted: str
@@ -68,7 +69,7 @@ class Doubt:
 
 @dataclass(frozen=True)
 class Foreign:
-    """The nearest shape of a config: what computes for one token, and the parameters that rest meanwhile."""
+    """The nearest shape of a config: the active parameters per token, and the inactive ones."""
 
     shape: Shape
     doubts: tuple[Doubt, ...] = ()
@@ -82,7 +83,7 @@ class Foreign:
 
 @dataclass(frozen=True)
 class ForeignPlan(Plan):
-    """A plan whose expected error is wider by what was not known."""
+    """A plan whose expected error is widened by the unknown settings."""
 
     model: Foreign | None = None
 
@@ -165,7 +166,7 @@ def _attention(config: Config, hidden: int, doubts: list[Doubt]) -> tuple[int, i
 
 
 def _mlp(config: Config, hidden: int, layers: int, doubts: list[Doubt]) -> tuple[int, int]:
-    """The width of the MLP that a token passes, and the parameters of the experts that it does not pass."""
+    """The width of the MLP that is active per token, and the parameters of the inactive experts."""
     dense = _find(config, WIDE)
     if dense is None:
         dense = 4 * hidden
@@ -196,7 +197,7 @@ def _mlp(config: Config, hidden: int, layers: int, doubts: list[Doubt]) -> tuple
 
 
 def _other_terms(config: Config) -> list[Doubt]:
-    """Further settings that cost something and have no term."""
+    """Other settings with a cost but without a term."""
     kinds = {str(kind) for kind in config.get("layer_types") or []} if isinstance(config.get("layer_types"), list) else set()  # fmt: skip
     states = ("state_size", "ssm_state_size", "ssm_cfg", "mamba_d_state", "mamba_expand", "linear_num_key_heads", "hybrid_override_pattern", "attn_layer_period", "layers_block_type")  # fmt: skip
     asked = [

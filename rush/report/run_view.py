@@ -1,6 +1,6 @@
 """A run folder as a page shows it: the curves, the samples, where it ended, what to be told of it.
 
-A folder may be unfinished, damaged or a stranger's: what cannot be read is left out, and said.
+A folder may be unfinished, damaged or untrusted: unreadable parts are omitted, with a note.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rush.errors import DataError, RushError
-from rush.files import parse_json
+from rush.files import open_file, parse_json, read_file
 from rush.ready import RECIPES
 from rush.records.run_folder import RunFolder
 from rush.records.run_series import RunSeries, read_series
@@ -131,7 +131,7 @@ def _changed(path: Path) -> float:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")[: 1 << 20]
+        return read_file(path).decode(errors="replace")[: 1 << 20]
     except OSError:
         return ""
 
@@ -146,7 +146,7 @@ def read_toml(content: str) -> Mapping[str, Any]:
 
 def _json(path: Path) -> Json:
     try:
-        return parse_json(path.read_bytes())
+        return parse_json(read_file(path))
     except (OSError, ValueError):
         return None
 
@@ -154,7 +154,7 @@ def _json(path: Path) -> Json:
 def read_samples(path: Path) -> Iterator[SampleView]:
     """The samples of a run, in order; lines that are none are left out."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             for line in file:
                 if line.endswith(b"\n") and (sample := sample_of(line)) is not None:
                     yield sample
@@ -182,7 +182,7 @@ def sample_of(line: bytes) -> SampleView | None:
 def read_notes(path: Path) -> Iterator[tuple[int, str]]:
     """The notes of a run, in order; lines that are none are left out."""
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except OSError:
         return
     for line in content.splitlines():

@@ -23,6 +23,7 @@ from rush.hub.folders import read_weights
 from rush.recipe_io import load_recipe
 from rush.training.loop import _resumed_recipe, train_recipe
 from tests.fresh_cache import fresh_cache
+from tests.parallel.fault_work import train
 from tests.training.small_runs import ROOT, environment, rows, rush, small_recipe, write_corpus
 
 Run = subprocess.Popen[str]
@@ -95,9 +96,14 @@ def test_two_ranks_write_one_run_that_one_rank_resumes(
     monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
     train_recipe(load_recipe(str(recipe)), tmp_path / "one")
     out = tmp_path / "two"
-    done = rush("train", recipe, f"layout.{axis}=2", "--nproc", "2", "--out", out, cache=tmp_path / "cache")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Done at step 8") == 1, "rank 0 alone speaks"
+    # Ranks that a launcher starts are in the test of stopping, below.
+    ended = train(
+        [recipe, f"layout.{axis}=2", "--out", out],
+        tmp_path / "log",
+        more={"RUSH_CACHE": str(tmp_path / "cache")},
+    )
+    assert ended.codes == [0, 0], ended.said
+    assert ended.said.count("Done at step 8") == 1, "rank 0 alone speaks"
     same(rows(out), rows(tmp_path / "one"))
     assert rows(out, "samples.jsonl") == rows(tmp_path / "one", "samples.jsonl")
     # The last checkpoint is taken away; one rank goes on where two were, and ends where one would have.

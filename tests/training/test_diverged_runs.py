@@ -23,4 +23,5 @@ def test_a_diverged_run_says_in_its_folder_where_it_ended(tmp_path: Path) -> Non
         "step": 7,
         "techniques": [],
         "disk_full": False,
+        "message": "step 7: the loss is nan.",
     }
