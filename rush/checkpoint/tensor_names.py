@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rush.errors import DataError
-from rush.files import parse_json
+from rush.files import open_file, parse_json
 from rush.records.checkpoint_manifest import FileEntry
 from rush.tensor_file import TensorSource, write_tensors
 
@@ -90,6 +90,7 @@ class TensorFile:
 
 def _open(path: Path) -> Any:
     try:
+        open_file(path).close()  # which refuses a pipe; safe_open would wait for its writer
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path} is not a readable safetensors file ({error}).") from None

@@ -1,6 +1,6 @@
-"""The table of a ladder in the terminal: speeds, gains, verdicts, and below it what one should know.
+"""The table of a ladder in the terminal: speeds, gains, verdicts, and notes below it.
 
-While it is measured it is never higher than the terminal: rungs further away make room for the one being measured.
+During the measurement it is never higher than the terminal: it hides rungs further away from the one being measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rush.records.ladder import LadderRecord, RungRecord
 
 COLORS = {"good": "green", "caution": "yellow", "bad": "red"}
-"""Of the tones of verdicts; a color adds nothing to the words."""
+"""Colors of the verdicts' tones; they add nothing to the words."""
 SPARE = 1
 """Lines that stay free, for the cursor."""
 
@@ -30,7 +30,7 @@ def minutes(seconds: float) -> str:
 
 
 def fitting_table(progress: LadderProgress, console: Console) -> Table:
-    """The table that fits the terminal, with the rung being measured; the whole one when all are done."""
+    """The table that fits the terminal, with the rung being measured; the full table when all are done."""
     rows, current = _rows(progress)
     if progress.doing is None:
         return ladder_table(progress)
@@ -87,7 +87,7 @@ def _rows(progress: LadderProgress) -> tuple[list[Sequence[Text]], int]:
 
 
 def _trials_of(rung: RungRecord) -> tuple[str, ...]:
-    """What a ladder says it is doing, of this rung."""
+    """The progress texts that refer to this rung."""
     return rung["name"], f"a life of {rung['name']}", f"{rung['name']} again"
 
 

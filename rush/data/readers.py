@@ -22,9 +22,10 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, AnyStr
 
 from rush.errors import DataError, MachineError
+from rush.files import open_file
 
 TEXT_DOCUMENT_BYTES = 64 * 1024
 TEXT_WHOLE_BYTES = 4 * TEXT_DOCUMENT_BYTES
@@ -90,7 +91,7 @@ def file_kind(path: Path) -> str:
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[IO[bytes]]:
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             yield file
     except OSError as error:
         raise DataError(
@@ -251,7 +252,7 @@ def read_lines(piece: Slice) -> Iterator[tuple[int, bytes]]:
 
 
 def _check_unfolded(path: str, num_bytes: int) -> None:
-    """Refuse a file that unfolds to a thousand times its size: half a kilobyte can hold terabytes of one letter."""
+    """Refuse a file that decompresses to a thousand times its size: half a kilobyte can expand to terabytes of one letter."""
     if num_bytes > UNFOLDED_BYTES and num_bytes > UNFOLDED_TIMES * os.path.getsize(path):
         raise DataError(
             f"{path} unfolds to more than {num_bytes >> 20:,} MiB, over {UNFOLDED_TIMES:,} times its {os.path.getsize(path):,} bytes. "
@@ -259,7 +260,7 @@ def _check_unfolded(path: str, num_bytes: int) -> None:
         )
 
 
-def _lines(file: IO[bytes], path: str) -> Iterator[bytes]:
+def _lines(file: IO[AnyStr], path: str) -> Iterator[AnyStr]:
     """The lines of a file; one without an end (a compressed gigabyte of zeros) is refused."""
     read = 0
     while line := file.readline(LONGEST_LINE + 1):
@@ -314,7 +315,7 @@ def batch_rows(batch: Any, path: str) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def damaged_parquet(path: str) -> Iterator[None]:
-    """What pyarrow raises for damaged pages: its own errors, those of codecs and of values that are none."""
+    """The exceptions that pyarrow raises for damaged pages: its own, those of codecs and of invalid values."""
     arrow = import_extra("pyarrow", "parquet", "Reading Parquet files")
     try:
         yield
@@ -355,7 +356,7 @@ def csv_records(path: str) -> Iterator[tuple[int, list[str], list[str]]]:
     name = path.lower().removesuffix(".gz").removesuffix(".zst")
     delimiter = "\t" if name.endswith(".tsv") else ","
     with decompressed(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(_text_lines(file, path), delimiter=delimiter, strict=True)
+        reader = csv.reader(_lines(file, path), delimiter=delimiter, strict=True)
         try:
             header = next(reader, [])
             if len(set(header)) != len(header):
@@ -373,20 +374,20 @@ def csv_records(path: str) -> Iterator[tuple[int, list[str], list[str]]]:
             raise DataError(f"{path}:{reader.line_num}: not valid CSV ({error}).") from None
 
 
-def _text_lines(file: io.TextIOWrapper, path: str) -> Iterator[str]:
-    read = 0
-    while line := file.readline(LONGEST_LINE + 1):
-        read += len(line)
-        _check_unfolded(path, read)
-        if len(line) > LONGEST_LINE:
-            raise DataError(
-                f"{path}: a line is longer than {LONGEST_LINE >> 20} MiB, the longest that is read."
-            )
-        yield line
-
-
 def ragged(header: list[str], cells: list[str]) -> str:
     return f"{len(cells)} cells under {len(header)} columns"
+
+
+class BadLine(DataError):
+    """A line that is no row; `problem` is the message without the name of the line."""
+
+    problem: str
+
+    @classmethod
+    def at(cls, name: str, problem: str) -> BadLine:
+        bad = cls(f"{name}: {problem}")
+        bad.problem = problem
+        return bad
 
 
 def parse_line(line: bytes, path: str, number: int) -> tuple[str, dict[str, Any]]:
@@ -396,11 +397,11 @@ def parse_line(line: bytes, path: str, number: int) -> tuple[str, dict[str, Any]
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{name}: {json_problem(error)}. Each line must be one JSON object; fix or remove the line."
+        raise BadLine.at(
+            name, f"{json_problem(error)}. Each line must be one JSON object; fix or remove the line."
         ) from error
     if not isinstance(row, dict):
-        raise DataError(f"{name}: expected a JSON object, found {type(row).__name__}.")
+        raise BadLine.at(name, f"expected a JSON object, found {type(row).__name__}.")
     return name, row
 
 
@@ -476,7 +477,8 @@ def _decode(raw: bytes, name: str, at: int = 0) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{name}: not UTF-8 text (byte 0x{raw[error.start]:02x} at position {at + error.start}). "
-            "Convert the file to UTF-8, for example with iconv."
+        raise BadLine.at(
+            name,
+            f"not UTF-8 text (byte 0x{raw[error.start]:02x} at position {at + error.start}). "
+            "Convert the file to UTF-8, for example with iconv.",
         ) from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from rush.errors import DataError, RecipeError
 from rush.explain import find
 from rush.explain.topic import ExplainSettings, Topic, TopicTable
-from rush.files import parse_json
+from rush.files import parse_json, read_file
 from rush.hardware.conditions import load_now
 from rush.records.explain import EXPLAIN, FORMAT, ExplainRecord
 from rush.report.panels import Panel
@@ -104,11 +104,7 @@ def explain(record: ExplainRecord) -> Explanation:
 def read(path: Path) -> ExplainRecord:
     """A record from a file, checked."""
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise DataError(
-                f"{path} is larger than any record of rush explain; give the explain.json it wrote."
-            )
-        found = parse_json(path.read_bytes())
+        found = parse_json(read_file(path, MOST_BYTES))
     except FileNotFoundError:
         raise RecipeError(
             f"no record at {path}; give the explain.json that `rush explain TOPIC` wrote."

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rush.errors import DataError
-from rush.files import parse_json, replacing
+from rush.files import parse_json, read_file, replacing
 
 
 def read_json(file: Path, advice: str = "fix it, or remove it") -> dict[str, Any]:
@@ -17,7 +17,7 @@ def read_json(file: Path, advice: str = "fix it, or remove it") -> dict[str, Any
     if not os.path.exists(file):
         raise DataError(f"{file.parent} lacks {file.name}; {advice}.")
     try:
-        content = parse_json(file.read_bytes())
+        content = parse_json(read_file(file))
     except OSError as error:
         raise DataError(f"{file} cannot be read ({error.strerror}); {advice}.") from None
     except ValueError as error:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rush.checkpoint.reader import SavedTensors
 from rush.checkpoint.tensor_names import DTYPES
 from rush.errors import DataError
+from rush.files import open_file
 from rush.hub.weights import FilePlace, locate_hf_tensors, own_part
 from rush.models import Decoder, Shape, build_model
 from rush.models.counts import list_parameters
@@ -37,7 +38,7 @@ class FileWeights(Mapping[str, Tensor]):
         entry = entries[found.stored]
         start, stop = entry["data_offsets"]
         content = bytearray(stop - start)
-        with found.file.open("rb") as handle:
+        with open_file(found.file) as handle:
             handle.seek(begin + start)
             if handle.readinto(content) != stop - start:
                 raise DataError(f"{found.file} ends before {found.stored} does: fetch or export it again.")
@@ -53,7 +54,7 @@ class FileWeights(Mapping[str, Tensor]):
 
 def _header(file: Path) -> tuple[int, dict[str, Any]]:
     """Offset of the values, and the entries of the safetensors header."""
-    with file.open("rb") as handle:
+    with open_file(file) as handle:
         length = int.from_bytes(handle.read(8), "little")
         return 8 + length, json.loads(handle.read(length))
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rush.errors import DataError, MachineError, RecipeError
-from rush.files import replacing
+from rush.files import open_file, replacing
 from rush.hub.config import config_from_shape, shape_from_config
 from rush.hub.generation_config import FILE as GENERATION
 from rush.hub.json_files import read_json, write_json
@@ -241,8 +241,9 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _open(file: Path) -> Any:
     try:
+        open_file(file).close()  # which refuses a pipe; safe_open would wait for its writer
         return safe_open(file, framework="pt", device="cpu")
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise DataError(
             f"{file} is not a whole safetensors file ({error}): fetch or export it again."
         ) from error

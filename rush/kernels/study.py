@@ -169,6 +169,37 @@ def matrix_work(forward: int, backward: int) -> Callable[[Size, int, Pass], Work
     return work
 
 
+def matrix_study(
+    op: str,
+    about: str,
+    reference: Call,
+    contenders: tuple[Contender, ...],
+    work: tuple[int, int],
+    targets: tuple[Target, ...],
+    inputs: tuple[str, ...] = ("x",),
+) -> Study:
+    """The study of a memory-bound op on matrices of one size; `work` as in `matrix_work`."""
+
+    def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
+        drawn = (normal(device, seed, size["rows"], size["columns"]).to(dtype) for seed in (1, 2))
+        return {name: tensor.requires_grad_() for name, tensor in zip(inputs, drawn, strict=False)}
+
+    return Study(
+        op=op,
+        about=about,
+        bound="memory",
+        axis="columns",
+        sizes=MATRICES,
+        small=SMALL_MATRICES,
+        on_cpu=MATRICES_ON_CPU,
+        make=make,
+        reference=reference,
+        contenders=contenders,
+        work=matrix_work(*work),
+        targets=targets,
+    )
+
+
 def labels(device: torch.device, count: int, classes: int) -> Tensor:
     """Random labels, one in twenty ignored."""
     generator = torch.Generator(device).manual_seed(9)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rush.errors import CannotWrite, MachineError, RankLost, RecipeError, RushError
+from rush.launched import launched
 from rush.parallel.ranks import AXES, LABEL_AXES, Ranks
 from rush.parallel.rendezvous import agree, connect_store, started_rank, started_world
 from rush.parallel.shared_gpu import gather_through_host
@@ -158,7 +159,7 @@ def _take_device(device: str) -> None:
         raise MachineError("An Apple GPU cannot train on several ranks; set run.device=cpu.")
     if device != "cuda":
         return
-    local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    local, found = launched("LOCAL_RANK", 0), torch.cuda.device_count()
     if shares_device():
         torch.cuda.set_device(local % found)
         return

@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rush.errors import MachineError, RankLost, RecipeError, RushError
+from rush.launched import launched
 from rush.parallel.ranks import listed
 from rush.parallel.store_channel import FROM_RANK_0, StoreChannel, remote_error
 
@@ -36,12 +37,12 @@ Entry = dict[str, str]
 
 def started_rank() -> int:
     """RANK of the environment."""
-    return int(os.environ.get("RANK", "0"))
+    return launched("RANK", 0)
 
 
 def started_world() -> int:
     """WORLD_SIZE of the environment."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return launched("WORLD_SIZE", 1)
 
 
 def agree(store: Store, rank: int, world: int, config: str, timeout_s: float) -> Store:

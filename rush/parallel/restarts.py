@@ -11,23 +11,24 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from rush.launched import launched
 from rush.parallel.launching import FINAL
 
 
 def restarted() -> bool:
     """Whether torchrun restarted this process after a failure: then the run in the folder is this one."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return launched("TORCHELASTIC_RESTART_COUNT", 0) > 0
 
 
 def most_restarts() -> int:
     """How often torchrun may restart this process."""
-    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    return launched("TORCHELASTIC_MAX_RESTARTS", 0)
 
 
 def note_failure(code: int) -> None:
     """Note a failure that would only repeat, for the ranks of this machine that torchrun restarts."""
-    if code in FINAL and most_restarts() > int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-        for local in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+    if code in FINAL and most_restarts() > launched("TORCHELASTIC_RESTART_COUNT", 0):
+        for local in range(launched("LOCAL_WORLD_SIZE", 1)):
             with suppress(OSError):  # then they fail again, with a message
                 _note(str(local)).write_text(str(code))
 

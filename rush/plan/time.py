@@ -3,7 +3,7 @@
 Matmuls take their FLOPs over the rate of a large matmul; attention its FLOPs over its kernel's rate (plain attention:
 the bytes of the scores); everything else its bytes over the copy rate. Bytes are counted from the code, operation by
 operation: eager operations read and write memory each time, compiled and fused ones once for a chain. The host
-launches eager operations one by one, and where that takes longer than computing them, the step is bound by launches.
+launches eager operations one by one, and if that takes longer than computing them, the step is host-bound.
 Communication counts where it does not overlap. `rush/plan/efficiencies.py` holds the few fitted numbers.
 """
 

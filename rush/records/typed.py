@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from rush.errors import DataError, RushError
-from rush.files import parse_json, write_json_atomic
+from rush.files import parse_json, read_file, write_json_atomic
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class RecordFile(Generic[T]):
         """The record in a file or in a folder; a DataError that names the place when it is something else."""
         file = self._file(path)
         try:
-            tree: T = parse_json(file.read_bytes())
+            tree: T = parse_json(read_file(file))
         except (FileNotFoundError, NotADirectoryError):
             raise DataError(
                 f"there is no {self.what} at {file}; give a folder that `{self.command}` wrote."

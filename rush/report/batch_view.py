@@ -31,7 +31,8 @@ class BatchView:
     series: dict[str, tuple[RungView, ...]]
     limit_bytes: float | None
     whole: bool = True
-    """Whether peaks are held against the limit: on a CPU a peak is the whole process's, and the limit what a step adds."""
+    """Whether peaks are compared with the limit: on a CPU a peak is the process's, but the limit applies to the step's
+    increase."""
 
 
 def batch_view(ladder: LadderView) -> BatchView | None:
@@ -39,12 +40,12 @@ def batch_view(ladder: LadderView) -> BatchView | None:
     families: dict[tuple[object, ...], list[RungView]] = {}
     for rung in ladder.able:
         if rung.micro is not None:
-            rest = tuple(sorted(name for name in rung.techniques if _name(name) not in SAVERS))
+            rest = tuple(sorted(name for name in rung.techniques if name not in SAVERS))
             families.setdefault((rest, rung.sequence), []).append(rung)
     rungs = max(families.values(), key=lambda found: len({rung.micro for rung in found}), default=[])
     series: dict[str, dict[int, RungView]] = {}
     for rung in rungs:
-        with_ = " + ".join(name for name in map(_name, rung.techniques) if name in SAVERS) or PLAIN
+        with_ = " + ".join(name for name in rung.techniques if name in SAVERS) or PLAIN
         assert rung.micro is not None
         series.setdefault(with_, {})[rung.micro] = rung
     if len({rung.micro for rung in rungs}) < ENOUGH or len(series) < 2 or PLAIN not in series:
@@ -53,10 +54,6 @@ def batch_view(ladder: LadderView) -> BatchView | None:
         return None
     ordered = {name: tuple(own[micro] for micro in sorted(own)) for name, own in series.items()}
     return BatchView(ordered, _limit(ladder), ladder.machine.get("device") != "cpu")
-
-
-def _name(technique: str) -> str:
-    return technique.split(" (")[0]
 
 
 def _limit(ladder: LadderView) -> float | None:

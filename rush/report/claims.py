@@ -109,8 +109,7 @@ def baseline_of(ladder: LadderView, rung: RungView, relative: str) -> RungView |
         return alike[0] if alike and alike[0].index == 1 else None
     if relative == PLAIN:
         return next((r for r in alike if not r.techniques), None)
-    names = [(r, {name.partition(" (")[0] for name in r.techniques}) for r in reversed(alike)]
-    return next((r for r, own in names if relative in own), None)
+    return next((r for r in reversed(alike) if relative in r.techniques), None)
 
 
 def effects(ladder: LadderView, rung: RungView) -> str:

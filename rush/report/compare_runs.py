@@ -1,7 +1,7 @@
 """Several runs side by side: curves on top of each other, tokens and time to the same loss, and how their recipes differ. The
 contenders of races are compared as runs are, with gross and net from their race.
 
-The loss they are held against is one that all of them reached: the worst of the final validation losses, or where a run was
+They are compared at a loss that all of them reached: the highest of the final validation losses, or where a run was
 never validated, of the final training losses, smoothed. Runs on other data, or with another objective, have losses that say
 nothing about each other; then that is said.
 """

@@ -12,6 +12,8 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from markupsafe import Markup, escape
+
 MISSING = "–"
 JOIN = "\N{NO-BREAK SPACE}"
 
@@ -21,6 +23,18 @@ _MONTHS = (
     "July", "August", "September", "October", "November", "December",
 )  # fmt: skip
 _BYTES = ((2.0**50, "PiB"), (2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
+
+
+def sentence(words: str) -> str:
+    """With a capital letter and a full stop, so that others may follow it; the name of a tensor keeps its letters."""
+    first = words.split(" ", 1)[0]
+    opened = words[:1].upper() + words[1:] if first.isalpha() else words
+    return opened if opened.endswith((".", "!", "?")) else f"{opened}."
+
+
+def breakable(name: str) -> Markup:
+    """A name that may be broken behind an opening bracket or a comma rather than within a word."""
+    return Markup(re.sub(r"([(,])", r"\1<wbr>", str(escape(name))))
 
 
 def digits(value: float) -> str:

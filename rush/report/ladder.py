@@ -172,7 +172,7 @@ class RungView:
     status: lenient.Word
     verdict: lenient.Word
     adds: Annotated[tuple[str, ...], PlainValidator(_adds)] = ()
-    techniques: Annotated[tuple[str, ...], PlainValidator(_adds)] = ()
+    techniques: Annotated[tuple[str, ...], PlainValidator(lambda value: tuple(map(shown, items(value))))] = ()
     recipe: lenient.Text = None
     digest: lenient.Text = None
     kept: Annotated[bool, PlainValidator(lambda value: value is not False)] = True
@@ -268,7 +268,7 @@ def _others(ceilings: Json) -> dict[str, Json]:
 
 
 def _numbered(rungs: Json) -> list[dict[str, Any]]:
-    """The rungs with their place, and with the verdicts that the rule of now reads from the recorded interval and curves."""
+    """The rungs with their index, and with the verdicts by the current rule from the recorded intervals and curves."""
     rows = []
     for index, row in enumerate(map(table, items(rungs)), start=1):
         name = text(row.get("name")) or f"rung {index}"
@@ -309,7 +309,7 @@ class LadderView:
         PlainValidator(lambda value: {text(key) or "": shown(part) for key, part in table(value).items()}),
     ] = field(default_factory=dict)
     claim: lenient.OrNone[ClaimView] = None
-    """Of the whole climb, over its first rung."""
+    """The gain of the whole ladder over its first rung."""
     rungs: Annotated[tuple[RungView, ...], BeforeValidator(_numbered)] = ()
     drift: lenient.OrNone[lenient.NonEmpty[DriftView]] = None
     batch_curve: Annotated[lenient.Each[BatchPointView], AfterValidator(_by_size)] = ()

@@ -69,7 +69,7 @@ class Curves:
     x_log: bool = True
     y_log: bool = True
     y_from_zero: bool = True
-    """Of a linear axis. A loss curve far from zero needs its own range."""
+    """Range of a linear axis. A loss curve far from zero needs its own."""
     marks: Sequence[Mark] = ()
     caption: str = ""
     levels: Sequence[Level] = ()

@@ -15,7 +15,7 @@ from rush.report.svg import percent, picture, tag, tooltip
 
 KINDS = {
     "parameters": "matmul", "gradients": "attention", "master": "embedding", "reference": "offload", "activations": "norm_elementwise",
-    "logits": "loss", "casts": "bubble", "working": "data", "buffers": "communication", "pipeline": "bubble", "streams": "offload", "gathered": "attention",
+    "logits": "loss", "casts": "bubble", "working": "data", "buffers": "communication", "pipeline": "bubble", "streams": "offload", "gathered": "gathered",
     "unfilled": "idle", "context": "other",
     "matmul": "matmul", "attention": "attention", "elementwise": "norm_elementwise", "loss": "loss", "embedding": "embedding",
     "communication": "communication", "bubble": "bubble", "offload": "offload", "optimizer": "optimizer", "launching": "idle",

@@ -153,7 +153,7 @@ def published_memory(title: str, runs: Sequence[PublishedPoint]) -> list[Panel]:
     return [Stacks(title, "B", rows, interval=whiskers, measured=MEASURED)] if rows else []
 
 
-def over_one(title: str, points: Sequence[PredictedPoint], levels: Sequence[Level] = ()) -> Curves:
+def over_one(points: Sequence[PredictedPoint]) -> Curves:
     """Speed over that of the smallest number of devices, and the ideal line."""
     first = {p["series"]: p for p in sorted(points, key=lambda one: -one["x"])}
 
@@ -164,7 +164,8 @@ def over_one(title: str, points: Sequence[PredictedPoint], levels: Sequence[Leve
     xs = sorted({point["x"] for point in points})
     ideal = Curve(IDEAL, [Dot(x, x) for x in xs], 6, "formula")
     lines = [ideal, *plan_lines([p for p in points if p["x"] > 1], value, "time")]
-    return Curves(title, "devices", "times one device", "", "×", lines, y_log=False, levels=levels)
+    title = "Speed-up over one device, the step unchanged"
+    return Curves(title, "devices", "times one device", "", "×", lines, y_log=False)
 
 
 def quotients(

@@ -17,7 +17,7 @@ from rush.report.run_view import RunView, headline, ready_recipe, recipe_changes
 from rush.report.svg import picture
 
 SMALL_WIDTH = 340.0
-"""Of the panels that stand side by side."""
+"""Width of panels side by side."""
 TONES = {
     "finished": ("good", "dot"),
     "running": ("plain", "up"),

@@ -1,6 +1,6 @@
 """A run folder as a page shows it: the curves, the samples, where it ended, what to be told of it.
 
-A folder may be unfinished, damaged or a stranger's: what cannot be read is left out, and said.
+A folder may be unfinished, damaged or untrusted: unreadable parts are omitted, with a note.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rush.errors import DataError, RushError
-from rush.files import parse_json
+from rush.files import open_file, parse_json, read_file
 from rush.ready import RECIPES
 from rush.records.run_folder import RunFolder
 from rush.records.run_series import RunSeries, read_series
@@ -131,7 +131,7 @@ def _changed(path: Path) -> float:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")[: 1 << 20]
+        return read_file(path).decode(errors="replace")[: 1 << 20]
     except OSError:
         return ""
 
@@ -146,7 +146,7 @@ def read_toml(content: str) -> Mapping[str, Any]:
 
 def _json(path: Path) -> Json:
     try:
-        return parse_json(path.read_bytes())
+        return parse_json(read_file(path))
     except (OSError, ValueError):
         return None
 
@@ -154,7 +154,7 @@ def _json(path: Path) -> Json:
 def read_samples(path: Path) -> Iterator[SampleView]:
     """The samples of a run, in order; lines that are none are left out."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             for line in file:
                 if line.endswith(b"\n") and (sample := sample_of(line)) is not None:
                     yield sample
@@ -182,7 +182,7 @@ def sample_of(line: bytes) -> SampleView | None:
 def read_notes(path: Path) -> Iterator[tuple[int, str]]:
     """The notes of a run, in order; lines that are none are left out."""
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except OSError:
         return
     for line in content.splitlines():
@@ -225,10 +225,7 @@ def warnings(run: RunView) -> list[str]:
             f"rush train --out {shlex.quote(run.name)} --resume"
         )
     if run.status == "failed":
-        phase = text(run.failure.get("phase")) or "a step"
-        names = [word for one in run.failure.get("techniques") or () if (word := text(one))]
-        blamed = f"; on the stack: {', '.join(names)}" if names else ""
-        notes.append(f"The run failed ({phase}{blamed}); failure.log in its folder has the traceback.")
+        notes.append(_failed(run))
     if run.status == "stale":
         notes.append("The run's process is there or unknown, and nothing was written for a while.")
     if series.num_not_finite:
@@ -251,6 +248,27 @@ def warnings(run: RunView) -> list[str]:
     if cut:
         notes.append(f"{formatting.plural(cut, 'sample')} cut or left out; the reason stands beside it.")
     return notes
+
+
+def _failed(run: RunView) -> str:
+    """How the run failed, from its `failure.json`."""
+    error, step = text(run.failure.get("error")), whole(run.failure.get("step"))
+    at = f" at step {formatting.count(step)}" if step is not None else ""
+    if error == "Diverged":
+        return (
+            f"The run diverged{at}: its loss or gradient norm was not finite, and the weights were not updated. Lower "
+            "optimizer.lr, lengthen schedule.warmup, or look at the samples that the message named."
+        )
+    if error == "Drifted":
+        return f"The run ended{at}: its replicas held different weights. Look for a faulty device, and resume it."
+    phase = text(run.failure.get("phase")) or "a step"
+    where = phase + (f" {step}" if phase == "step" else f", step {step}") * (step is not None)
+    found = run.failure.get("techniques")
+    names = [word for one in (found if isinstance(found, list) else ()) if (word := text(one))]
+    blamed = f"; on the stack: {', '.join(names)}" if names else ""
+    log = RunFolder(run.folder).failures
+    traceback = f"; {log.name} in its folder has the traceback" if os.path.isfile(log) else ""
+    return f"The run failed ({where}{blamed}){traceback}."
 
 
 def _validation_rise(run: RunView) -> str | None:

@@ -1,7 +1,7 @@
 """The model to start from: a Hugging Face folder, a run, a model of the hub, or a size by name (random weights).
 
-A recipe names a published size and the fields in which the model differs from it, so that any folder of a supported family can
-be trained. Nothing but settings and the tokenizer is read here: no weights.
+A recipe names a published size and the fields in which the model differs from it, so that any folder of a
+supported family can be trained. This reads only settings and the tokenizer, no weights.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StartModel:
     tokenizer_path: str = "train"
     """For `data.tokenizer` of a corpus."""
     weights: bool = True
-    """Whether the weights are there."""
+    """Whether the weights exist."""
 
     @property
     def parameters(self) -> int:

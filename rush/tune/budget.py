@@ -20,6 +20,7 @@ MORE = {"rank": 1.0, "confirm": 1.0, "decide": 1.2, "prove": 1.7, "life": 1.0}
 MORE_COMPILED = MORE | {"decide": 1.0, "prove": 1.3}
 """The compiler's cache is warm from the short trial."""
 
+LONGEST_S = 366 * 86_400.0
 MARGIN = 1.15
 """Factor on the time of an earlier trial of the kind: recipes differ."""
 
@@ -28,8 +29,10 @@ def seconds(budget: float | str) -> float:
     """Seconds from 90s, 20m or 1.5h; a bare number is seconds."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?", str(budget).strip())
     value = float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600}[found[2] or "s"] if found else 0.0
-    if value <= 0:
-        raise RecipeError(f"--budget is {budget!r}; allowed: a time above zero, as in 90s, 20m or 1h.")
+    if not 0 < value <= LONGEST_S:
+        raise RecipeError(
+            f"--budget is {budget!r}; allowed: a time above zero and up to a year, as in 90s, 20m or 1h."
+        )
     return value
 
 

@@ -189,10 +189,10 @@ def damaged_pages() -> bytes:
 
 CASES: list[tuple[str, int, list[str], Callable[[World], list[str]]]] = [
     # 2: recipe or arguments
-    ("no recipe", 2, ["no recipe was named"], lambda w: ["train"]),
+    ("no recipe", 2, ["no recipe was given"], lambda w: ["train"]),
     ("no such recipe", 2, ["'gpt2-124'", "did you mean 'gpt2-124m'"], lambda w: ["train", "gpt2-124"]),
     ("no such file", 2, ["no recipe file at"], lambda w: ["train", str(w.path / "none.toml")]),
-    ("data in place of a recipe", 2, ["is a file of data", "data.source=files"], lambda w: ["data", "inspect", "chat.jsonl"]),
+    ("data in place of a recipe", 2, ["is a data file", "data.source=files"], lambda w: ["data", "inspect", "chat.jsonl"]),
     ("not TOML", 2, ["not valid TOML"], lambda w: ["train", str(w.file("bad.toml", "model = ["))]),
     ("unknown key", 2, ["batch.micr", "did you mean 'batch.micro'"], lambda w: w.train("batch.micr=1")),
     ("wrong type", 2, ["optimizer.lr is 'fast'", "number"], lambda w: w.train("optimizer.lr=fast")),

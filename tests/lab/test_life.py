@@ -227,9 +227,9 @@ def test_a_line_that_helps_nobody_is_found_among_what_a_command_says(line: str) 
 
 def test_the_error_of_a_command_is_reported_and_not_the_advice_after_it() -> None:
     said = "step 1/6\ntorch._dynamo.exc.InternalTorchDynamoError: it broke\n\nSet TORCHDYNAMO_VERBOSE=1 for more\n"
-    assert last_error(said) == "torch._dynamo.exc.InternalTorchDynamoError: it broke"
-    assert last_error("one\nerror: batch.micro is 0\n") == "error: batch.micro is 0"
-    assert last_error("Killed\n") == "Killed"
+    assert last_error(said) == ("torch._dynamo.exc.InternalTorchDynamoError: it broke", None)
+    assert last_error("one\nerror: batch.micro is 0\n") == ("error: batch.micro is 0", "batch.micro is 0")
+    assert last_error("Killed\n") == ("Killed", None)
 
 
 def test_how_far_numbers_may_be_apart_goes_by_the_matmuls_of_the_techniques(recipe: Recipe) -> None:

@@ -60,9 +60,25 @@ def test_the_command_of_an_interrupted_run_can_be_typed(tmp_path: Path) -> None:
 
 def test_a_failure_names_its_phase_and_techniques_only_where_they_are_recorded(tmp_path: Path) -> None:
     run = replace(_run(tmp_path / "run"), status="failed")
-    assert "failed (a step);" in warnings(run)[0]
+    assert warnings(run)[0] == "The run failed (a step)."
+    (run.folder / "failure.log").write_text("Traceback")
+    assert warnings(run)[0] == "The run failed (a step); failure.log in its folder has the traceback."
+    late = replace(run, failure={"phase": "step", "step": 7})
+    assert "failed (step 7);" in warnings(late)[0]
     blamed = replace(run, failure={"phase": "save", "techniques": ["compile", 3]})
     assert "failed (save; on the stack: compile" in warnings(blamed)[0]
+
+
+def test_a_run_that_diverged_is_told_so_and_that_no_traceback_is_anywhere(tmp_path: Path) -> None:
+    run = replace(_run(tmp_path / "run"), status="failed")
+    (told,) = warnings(replace(run, failure={"error": "Diverged", "phase": "step", "step": 2}))
+    assert told.startswith("The run diverged at step 2: ")
+    assert "failure.log" not in told
+    (told,) = warnings(replace(run, failure={"error": "Drifted", "phase": "replicas", "step": 100}))
+    assert "replicas held different weights" in told
+    assert "at step 100" in told
+    (told,) = warnings(replace(run, failure={"error": "CannotWrite", "phase": "save", "step": 5}))
+    assert told == "The run failed (save, step 5)."
 
 
 def test_losses_are_in_the_headline_only_where_they_were_recorded(tmp_path: Path) -> None:

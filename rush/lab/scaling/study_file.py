@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +21,7 @@ USUAL: dict[str, Any] = {"processes": 2, "windows": 6, "warmup_max_steps": 20, "
 """Defaults of `[measure]`: a study has many points, and collectives make long samples."""
 
 PARITY_STEPS = 6
+MOST_NUMBERS = 64
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ def load_study(name: str, overrides: Iterable[str], devices: str, layouts: str, 
             "objective.kind is dpo, whose references a study of scale does not make; it takes lm or sft."
         )
     numbers = read_devices(devices)
+    _check_launcher(options.get("launcher"))
     if options.get("group_of_one") and 1 not in numbers:
         raise RecipeError(
             f"--group-of-one measures ddp on one device, but --devices is {devices}; add 1 to it, or leave --group-of-one out."
@@ -89,9 +94,30 @@ def load_study(name: str, overrides: Iterable[str], devices: str, layouts: str, 
 def read_devices(text: str) -> tuple[int, ...]:
     """Numbers of devices, in order."""
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() and int(word) > 0 for word in words):
-        raise RecipeError(f"--devices is {text!r}; allowed: whole numbers from 1 with commas, as in 1,2,4,8.")
+    if len(words) > MOST_NUMBERS:
+        raise RecipeError(
+            f"--devices has {len(words):,} numbers; at most {MOST_NUMBERS} are measured. Leave some out."
+        )
+    if not all(re.fullmatch("0*[1-9][0-9]{0,5}", word) for word in words):
+        raise RecipeError(
+            f"--devices is {text!r:.200}; allowed: whole numbers from 1 to 999,999 with commas, as in 1,2,4,8."
+        )
     return tuple(sorted({int(word) for word in words}))
+
+
+def _check_launcher(launcher: str | None) -> None:
+    """Refuse a command that cannot be started before anything is measured."""
+    try:
+        words = [] if launcher is None else shlex.split(launcher) or [""]
+    except ValueError as error:
+        raise RecipeError(
+            f"--launcher is {launcher!r:.200}, which is no command line ({error}); close its quotes."
+        ) from None
+    if words and shutil.which(words[0]) is None:
+        raise RecipeError(
+            f"--launcher begins with {words[0]!r:.200}, which is no command on this machine; give one such as "
+            '"srun --ntasks={ranks}", or leave it out.'
+        )
 
 
 def read_layouts(text: str) -> tuple[str, ...]:

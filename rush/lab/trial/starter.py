@@ -1,12 +1,11 @@
 """Starting processes: trials and `rush` commands, forked from one that has imported everything and done nothing else.
 
 Importing torch and this package takes seconds, on some machines a quarter of a minute, and a ladder starts
-dozens of trials. So one process (`python -m rush.lab.trial.starter`) imports once and then forks a child for each
-trial or command. It never computes, and opens no device: a child begins as a process that has just
-finished its imports, with nothing warm. Where forking is not safe (anything but Linux) a child is started
-the plain way.
+dozens of trials. So one process (`python -m rush.lab.trial.starter`) imports once and then forks a child for each trial or
+command. It never computes, and opens no device: a child starts like a process that has just finished its imports, without warm
+caches. Where forking is not safe (anything but Linux) a child is a new process.
 
-Every child leads a session of its own, so that ending it ends everything it started.
+Every child leads its own session, so that ending it ends everything it started.
 """
 
 from __future__ import annotations
@@ -83,10 +82,10 @@ class Starter:
         self._fork = fork
         """Whether children are forked; otherwise each is `python -m rush` and imports everything itself, as a user's does."""
         self._dismantle = dismantle
-        """Whether a `rush` command that is done takes its interpreter apart, as a user's does. That takes longer than a
-        tiny command itself; without it, threads are still waited for and what is registered for the exit still runs."""
+        """Whether a finished `rush` command finalizes its interpreter, as a user's does. That takes longer than a tiny command
+        itself; without it, threads are still joined and exit callbacks still run."""
         self._given_line = line
-        """Reaches a forking process that somebody else started, which has imported the modules it is called with
+        """Connects to a forking process that somebody else started, which has imported the modules it is called with
         (`serve`); None: this starts one of its own."""
         self._server: subprocess.Popen[bytes] | None = None
         self._line: Connection | None = None
@@ -113,7 +112,7 @@ class Starter:
         """Run `rush WORDS` to its end, in a process for each environment; their exit codes, as `run` gives them.
 
         All of them are killed (SIGKILL) as soon as `kill_when` says so; it is asked every millisecond at first, and after
-        ten seconds every five: a run that has taken long so far goes on like that.
+        ten seconds every five: a run that has taken long so far will take longer still.
         """
         children = [
             {
@@ -292,7 +291,7 @@ def preload(names: Sequence[str]) -> None:
 
 
 def serve(line: Connection) -> None:
-    """Fork the children of every order, tell their numbers, wait for them, tell how they ended."""
+    """Fork the children of every request, report their pids, wait for them, report how they ended."""
     while True:
         try:
             children: list[dict[str, Any]] = json.loads(line.recv_bytes())
@@ -333,15 +332,15 @@ def _be_child(child: Mapping[str, Any]) -> None:
     from rush.lab.trial.process import main
 
     main(child["spec"], child["result"], os.getppid())
-    # Its result is written. Leaving by the front door would wait for the compiler's workers to start (they are
-    # made on suspicion, and take seconds) only to stop them; ending the session ends them too.
+    # Its result is written. A normal exit would wait for the compiler's workers to start (they are started
+    # speculatively, which takes seconds) only to stop them; ending the session ends them too.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def _leave_standing() -> None:
-    """Run `rush` and end with its exit code, without taking the interpreter apart."""
+    """Run `rush` and end with its exit code, without finalizing the interpreter."""
     code: object = 0
     try:
         runpy.run_module("rush", run_name="__main__")

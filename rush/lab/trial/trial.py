@@ -1,4 +1,4 @@
-"""One trial: a recipe in a process of its own, with a time limit.
+"""One trial: a recipe in a fresh process, with a time limit.
 
 A fresh process is the only fair start: no warm caches, no fragmented allocator, no compiled graph of another rung. It is also
 the only safe one: a trial may run out of memory, hang or crash, and each of these is a result, not the end of the ladder. The
@@ -49,7 +49,7 @@ def execute(
     compiled: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Run a spec in a process of its own (`rush.lab.trial.process`) for at most `limit_s` seconds.
+    """Run a spec in a fresh process (`rush.lab.trial.process`) for at most `limit_s` seconds.
 
     `compiled`: the compiler's cache, a folder per recipe, so that none uses a graph of another. `environment`: additional
     environment variables.

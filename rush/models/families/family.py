@@ -68,7 +68,7 @@ class Family:
     accepted: tuple[str, ...] = ()
     """Further names that `architectures` may have."""
     prefixes: tuple[str, ...] = ("model.",)
-    """Of the base model's tensors; the first is written, none may be missing."""
+    """Prefixes of the base model's tensors: rush writes the first; files may have any of them, or none."""
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Stored modules whose rows are those of several of ours, in this order."""
     transposed: bool = False

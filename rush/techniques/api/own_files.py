@@ -21,13 +21,14 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from rush.errors import DataError, RecipeError
-from rush.files import sha256_file, write_json_atomic
+from rush.files import read_file, sha256_file, write_json_atomic
 from rush.recipe import Recipe
 from rush.records.run_folder import RunFolder
 from rush.records.typed import wrong_field
 from rush.techniques import registry
 from rush.techniques.api import plugins
 from rush.techniques.api.contract import Technique
+from rush.techniques.api.field_types import wrong_type
 
 
 @final
@@ -46,6 +47,10 @@ _TOLD = TypeAdapter(dict[str, _RememberedFile | _RememberedPackage])
 _GIVEN: dict[str, Path] = {}
 """Techniques from files, with their files; per process, as the registry."""
 WANTED = "--technique takes a Python file that defines `technique`, a rush.techniques.Technique"
+
+
+MODULE_PREFIX = "rush_extra_"
+"""How the names of the modules made from such files begin."""
 
 
 def given() -> Mapping[str, Path]:
@@ -74,7 +79,7 @@ def added(files: Sequence[Path]) -> Iterator[None]:
 
 
 def _execute(file: Path) -> ModuleType:
-    name = f"rush_extra_{file.stem}"
+    name = f"{MODULE_PREFIX}{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None, file
     assert spec.loader is not None, file
@@ -111,6 +116,8 @@ def _checked(file: Path) -> Technique:
         raise RecipeError(f"--technique names {file}, which defines no `technique`; {WANTED}.")
     if not isinstance(found, Technique):
         raise RecipeError(f"`technique` in {file} is a {type(found).__name__}; {WANTED}.")
+    if (wrong := wrong_type(found)) is not None:
+        raise RecipeError(f"`technique` in {file} is not complete: {wrong}.")
     if found.name in registry():
         raise RecipeError(
             f"{file} defines the technique {found.name!r}, and {_owner(found.name)}; give it another name."
@@ -157,7 +164,7 @@ def check_remembered(
     if not os.path.isfile(folder.techniques):
         return
     try:
-        told = _TOLD.validate_json(folder.techniques.read_bytes(), strict=True)
+        told = _TOLD.validate_json(read_file(folder.techniques), strict=True)
     except ValidationError as error:
         raise DataError(
             f"{folder.techniques} does not list the technique files of this run ({wrong_field(error)}); restore it, or remove it and "

@@ -1,9 +1,9 @@
 """FlexAttention: a fused attention kernel generated from a mask function.
 
 The mask is a small Python function of positions; the compiler generates a tiled kernel for it and skips
-blocks that are fully masked. For a plain causal mask a hand-written kernel is a little faster; it pays where
-the mask is unusual (packed documents, sliding windows) and no hand-written kernel exists. The first step
-waits for the compiler. On a CPU it would materialize all scores, so it is refused there.
+blocks that are fully masked. For a plain causal mask a hand-written kernel is slightly faster; it pays off
+for unusual masks (packed documents, sliding windows) without a hand-written kernel. The first step waits for
+the compiler. On a CPU it would materialize all scores, so it is refused there.
 """
 
 from __future__ import annotations

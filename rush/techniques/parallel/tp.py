@@ -1,14 +1,14 @@
 """Tensor parallelism: every layer is sharded, and all ranks compute the same samples.
 
-Layers that read the residual stream are sharded by outputs (colwise: whole heads, a part of the MLP's
-width), those that write to it by inputs (rowwise); so a block needs one collective before and one after
-attention and MLP. Embedding, LM head and loss are vocab parallel: no rank has the logits of all tokens of the
-vocabulary. With `sequence` (sequence parallelism) residual stream and norms are sharded along the sequence:
-an all-gather and a reduce-scatter replace each all-reduce, with as many bytes, and nothing is stored twice.
-Weights, gradients, optimizer state and activations shrink to about 1/n, and so does the time of a large
-layer. The collectives cannot overlap: it wins within a node with fast links, where a model or its micro batch
-does not fit or fsdp would leave too little for each rank; across slow links it loses to everything else. With
-fsdp each shard is sharded once more, and with ddp torch's fully_shard keeps the replicas equal.
+Layers that read the residual stream are sharded by outputs (colwise: whole heads, a part of the MLP's width),
+those that write to it by inputs (rowwise); so a block needs one collective before and one after attention and
+MLP. Embedding, LM head and loss are vocab parallel: no rank has logits of the full vocabulary. With
+`sequence` (sequence parallelism) residual stream and norms are sharded along the sequence: an all-gather and
+a reduce-scatter replace each all-reduce, with as many bytes, and nothing is stored twice. Weights, gradients,
+optimizer state and activations shrink to about 1/n, and so does the time of a large layer. The collectives
+cannot overlap: it wins within a node with fast links, where a model or its micro batch does not fit or fsdp
+would leave too little for each rank; across slow links it loses to everything else. With fsdp each shard is
+sharded once more, and with ddp torch's fully_shard keeps the replicas equal.
 """
 
 from __future__ import annotations
