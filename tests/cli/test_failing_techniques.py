@@ -171,7 +171,7 @@ def test_a_technique_that_raises_or_aborts_at_exit_is_named_and_the_result_stand
     assert f"Done at step {STEPS} of {STEPS}" in done.stdout
     assert done.stderr.count("rush: ") == 1, done.stderr
     message = done.stderr[done.stderr.index("rush: ") :].strip()
-    assert message.startswith("rush: OSError: planted at exit was raised at exit, when the work was done;")
+    assert message.startswith("rush: OSError: planted at exit was raised at exit, after the work was done;")
     assert f"The code of the technique at_exit ({file}:" in message
     assert "\n" not in message
     checked_log(out, message, "planted at exit")
