@@ -206,7 +206,7 @@ def test_exit_callbacks_and_threads_are_waited_for_and_their_errors_reported(tmp
     assert said == [
         "error: no.",
         f"rush: ValueError: in a thread in the thread planted. The full log is {log}.",
-        f"rush: ZeroDivisionError: division by zero at exit, when the work was done. The full log is {log}.",
+        f"rush: ZeroDivisionError: division by zero at exit, after the work was done. The full log is {log}.",
     ]
     assert log.read_text().count("Traceback") == 2
 
