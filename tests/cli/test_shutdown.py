@@ -111,7 +111,7 @@ def test_a_broken_pipe_to_a_process_of_its_own_is_one_sentence_and_a_log(tmp_pat
     log = tmp_path / "cache" / "failure.log"
     assert done.returncode == MachineError.exit_code
     assert done.stderr == (
-        "error: a process that this command had started ended before it was done; start the command again. "
+        "error: a process started by this command ended too early; run the command again. "
         f"The full log is {log}.\n"
     )
     assert "BrokenPipeError" in log.read_text()
