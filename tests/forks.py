@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -222,3 +223,4 @@ def _obey(line: Connection) -> None:
 if __name__ == "__main__":
     starter.preload(EVERYBODYS)
     wait_for_orders(Path(sys.argv[1]))
+    shutil.rmtree(Path(sys.argv[1]).parent, ignore_errors=True)  # of a session that was killed

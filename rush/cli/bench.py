@@ -324,9 +324,9 @@ def _show_models(record: ModelRecord) -> None:
         if "longest" in workload:
             _show_longest(workload["longest"], title)
         else:
-            rows = [_model_row(workload["rival"], None)]
+            rows = [model_row(workload["rival"], None)]
             for ours in workload["ours"]:
-                rows.append(_model_row(ours["rung"], dict(ours["target"]), primary=ours.get("primary", True)))
+                rows.append(model_row(ours["rung"], dict(ours["target"]), primary=ours.get("primary", True)))
                 if memory := ours["target"].get("memory"):
                     rows.append(_memory_row(dict(memory)))
             columns = ["recipe", "tokens/s", "memory", "parity", "ratio", "target", "verdict"]
@@ -339,7 +339,7 @@ def _show_models(record: ModelRecord) -> None:
             note(f"  {took['who']} took {took['wall_s']:.0f} s{f': {parts}' if parts else ''}")
 
 
-def _model_row(rung: RungRecord, target: dict[str, Any] | None, *, primary: bool = True) -> list[str]:
+def model_row(rung: RungRecord, target: dict[str, Any] | None, *, primary: bool = True) -> list[str]:
     speed, memory = rung.get("tokens_per_s"), rung.get("peak_memory_bytes")
     parity = rung.get("parity")
     row = [
@@ -352,16 +352,16 @@ def _model_row(rung: RungRecord, target: dict[str, Any] | None, *, primary: bool
         return [*row, "", "", "baseline" if speed else f"{rung['status']}: {rung['reason']}"[:80]]
     reached = target["reached"]
     ratio = f"{reached:.3f}× ({target['ci95'][0]:.3f} to {target['ci95'][1]:.3f})" if reached else "-"
-    return [*row, ratio, f"≥ {target['at_least']:g}×", _verdict(target)]
+    return [*row, ratio, f"≥ {target['at_least']:g}×", verdict_of(target)]
 
 
 def _memory_row(target: dict[str, Any]) -> list[str]:
     """The memory target, below the speed target."""
     reached = f"{target['reached']:.3f}×" if target["reached"] else "-"
-    return ["", "", "", "", f"memory {reached}", f"≤ {target['at_most']:g}×", _verdict(target)]
+    return ["", "", "", "", f"memory {reached}", f"≤ {target['at_most']:g}×", verdict_of(target)]
 
 
-def _verdict(target: dict[str, Any]) -> str:
+def verdict_of(target: dict[str, Any]) -> str:
     word, why = target_word(target), target["why"]
     return word if word == CLOSE_CALL else f"{word}: {why}"[:90] if why else word
 

@@ -72,7 +72,7 @@ def _runs(folders: list[Path], out: Path | None, json: bool) -> None:
             echo(f"{one.letter} {one.run.name}")
         columns, rows = _with_races(columns, rows, found)
     print_table(columns, rows)
-    for line in _run_words(found):
+    for line in run_words(found):
         say(line)
     _say_next(folders, out)
 
@@ -116,7 +116,7 @@ def _run_row(one: ComparedRun, first: ComparedRun) -> list[str]:
     ]
 
 
-def _run_words(found: RunComparison) -> list[str]:
+def run_words(found: RunComparison) -> list[str]:
     """What the columns say, and the differences of the recipes, in lines of 80 characters."""
     lines = []
     if found.target is not None:
@@ -172,7 +172,7 @@ def _ladders(folders: list[Path], out: Path | None, json: bool) -> None:
         return
     print_table(
         ["rung", *_titles(folders)],
-        [[folded(name, NAME), *(_cell(rungs.get(name)) for rungs in found.values())] for name in names],
+        [[folded(name, NAME), *(cell(rungs.get(name)) for rungs in found.values())] for name in names],
     )
     _say_next(folders, out)
 
@@ -198,7 +198,7 @@ def _titles(folders: list[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else list(dict.fromkeys(map(str, folders)))
 
 
-def _cell(rung: RungRecord | None) -> str:
+def cell(rung: RungRecord | None) -> str:
     if rung is None:
         return "-"
     from rush.records.gains import interval_of, judge, judged_again

@@ -52,7 +52,7 @@ def ladder_table(progress: LadderProgress, shown: range | None = None, *, captio
     table = Table(
         title=_title(progress),
         title_justify="left",
-        caption=_caption(record) if caption else None,
+        caption=caption_of(record) if caption else None,
         box=box.SIMPLE_HEAD,
         show_edge=False,
         padding=(0, 1, 0, 0),
@@ -96,13 +96,13 @@ def _texts(rung: RungRecord) -> list[Text]:
 
     from rush.report.headlines import VERDICTS
 
-    *figures, verdict = _row(rung)
+    *figures, verdict = row_cells(rung)
     style = VERDICTS.get(rung["verdict"])
     figures[0] = folded(figures[0], NAME)
     return [*map(Text, figures), Text(verdict, style=COLORS.get(style.tone, "") if style else "")]
 
 
-def _row(rung: RungRecord) -> list[str]:
+def row_cells(rung: RungRecord) -> list[str]:
     speed, gain, total = rung["tokens_per_s"], rung["gain"], rung["total_gain"]
     memory = rung["peak_memory_bytes"]
     spread = (speed["ci95"][1] - speed["ci95"][0]) / 2 if speed else 0.0
@@ -126,7 +126,7 @@ def _title(progress: LadderProgress) -> str:
     return f"{record['name']} · {record['view']} · {progress.done} of {progress.total} trials{left} · {progress.doing}"
 
 
-def _caption(record: LadderRecord) -> str | None:
+def caption_of(record: LadderRecord) -> str | None:
     lines = [
         *_unable(record),
         *_drift(record),

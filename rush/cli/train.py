@@ -113,7 +113,7 @@ def train(
 
         with added(files):
             if nproc is not None:
-                _start_ranks(nproc, restarts, recipe, changes, out, resume, json, files, until)
+                start_ranks(nproc, restarts, recipe, changes, out, resume, json, files, until)
             summary = _train_here(recipe, changes, out, resume, shrink, json, until)
 
     from rush.parallel import started_rank, started_world
@@ -243,7 +243,7 @@ def _shrunk(recipe: Recipe) -> Recipe:
     return fitting
 
 
-def _start_ranks(
+def start_ranks(
     nproc: str,
     restarts: int,
     recipe: str | None,

@@ -98,14 +98,14 @@ def pinned(repo: HubId, note: Note = lambda text: None) -> HubId:
     """
     if repo.commit is not None:
         return repo
-    commit, remark = _resolved(repo, endpoint(), cache_dir(), offline())
+    commit, remark = resolved(repo, endpoint(), cache_dir(), offline())
     if remark:
         note(remark)
     return replace(repo, revision=commit)
 
 
 @cache
-def _resolved(repo: HubId, server: str, folder: Path, silent: bool) -> tuple[str, str]:
+def resolved(repo: HubId, server: str, folder: Path, silent: bool) -> tuple[str, str]:
     """The commit, and a remark if the hub was not contacted. The arguments after `repo` are cache keys."""
     ref = repo.folder / "refs" / (repo.revision or "main")
     known = ref.read_text().strip() if os.path.isfile(ref) else ""

@@ -275,9 +275,9 @@ def _stage_memory(spec: Spec, stage: PipelineStage) -> StepMemory:
     if joined_bytes := concatenated_a_bytes(spec):
         kept["adapters"] = kept.get("adapters", 0.0) + joined_bytes * (1 if recomputed else stage.blocks)
     recomputed_bytes = tokens * (sum(recomputed.values()) - sum(each.values())) if recomputed else 0.0
-    ends = _final(spec) * tokens if stage.last else 0.0
+    ends = final_bytes(spec) * tokens if stage.last else 0.0
     forward, backward, head = _loss(spec, stage)
-    working = _working(spec) * tokens + dequantized_bytes(spec)
+    working = working_bytes(spec) * tokens + dequantized_bytes(spec)
     moments: dict[str, dict[str, float]] = {
         "forward pass": {**held.state(0), "activations": sum(kept.values()) + ends, "logits": forward,
                          "casts": held.casts(always=True)},
@@ -333,7 +333,7 @@ def communication_of(spec: Spec) -> int:
     return COMMUNICATION if spec.device == "cuda" and spec.world > 1 else 0
 
 
-def _final(spec: Spec) -> float:
+def final_bytes(spec: Spec) -> float:
     """Bytes per token saved by the final norm and the LM head."""
     shape, effects = spec.shape, spec.effects
     stream, compute = effects.size("stream", 4), effects.size("compute", 4)
@@ -401,7 +401,7 @@ def dequantized_bytes(spec: Spec) -> float:
     return spec.effects.size("compute", 4) * spec.shape.hidden * spec.shape.intermediate / spec.size("tp")
 
 
-def _working(spec: Spec) -> float:
+def working_bytes(spec: Spec) -> float:
     """Bytes per token during one block's backward pass: gradients of the MLP's wide tensors or of the scores."""
     shape, effects, tp = spec.shape, spec.effects, spec.size("tp")
     stream, compute = effects.size("stream", 4), effects.size("compute", 4)

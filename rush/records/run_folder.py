@@ -41,7 +41,7 @@ class RunFolder:
     failures = _Entry("failure.log")
     """Tracebacks, one section for each failure."""
     last_failure = _Entry("failure.json")
-    """Phase, step and techniques to blame of the last failure."""
+    """Phase, step, techniques to blame and message of the last failure."""
     trying = _Entry("trying-micro.json")
     """The micro batch that is being tried, while `batch.micro=auto` looks for one."""
     metrics = _Entry("metrics.jsonl")

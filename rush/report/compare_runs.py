@@ -232,11 +232,11 @@ def run_comparison_page(found: RunComparison) -> str:
             if (drawn := [(axis, small(panel)) for axis in kinds if (panel := figure_overlay(lines, figure, axis))])
         ],
         rows=[(one, one.row) for one in found.runs],
-        against=[_against(found.runs[0], one) for one in found.runs],
+        against=[words_against(found.runs[0], one) for one in found.runs],
     )  # fmt: skip
 
 
-def _against(first: ComparedRun, one: ComparedRun) -> str:
+def words_against(first: ComparedRun, one: ComparedRun) -> str:
     """How much sooner or later than the first run the common loss was reached, by the time of the steps."""
     if (
         one is first

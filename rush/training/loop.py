@@ -82,7 +82,7 @@ def _train_recipe(
         resume = False
     if resume:
         existing_run(folder.path)
-        recipe = _resumed_recipe(load_recipe(str(folder.recipe)), recipe)
+        recipe = resumed_recipe(load_recipe(str(folder.recipe)), recipe)
     assert recipe is not None, "a new run needs a recipe"
     status.recipe = recipe
     check_remembered(folder, recipe, view.note if started_rank() == 0 else View().note)
@@ -124,7 +124,7 @@ MICRO_BATCH = ("batch.micro", "batch.total_tokens")
 depends on the micro batch."""
 
 
-def _resumed_recipe(stored: Recipe, given: Recipe | None) -> Recipe:
+def resumed_recipe(stored: Recipe, given: Recipe | None) -> Recipe:
     """The recipe to resume with: a given one may differ from the stored one only in `FREE_ON_RESUME`."""
     if given is not None and given.auto:
         given = changed(given, {"batch.micro": stored.micro})  # it was chosen when the run began

@@ -15,11 +15,11 @@ from rush.plan.effects import TERMS
 from rush.plan.memory import (
     ROUND_HEIGHT,
     ROUNDED_CHUNKS,
-    _final,
-    _working,
     block_tensors,
+    final_bytes,
     memory_of,
     offloaded_bytes,
+    working_bytes,
 )
 from rush.plan.spec import Spec, spec_of
 from rush.ready import RECIPES
@@ -64,7 +64,7 @@ def kept_by_forward(recipe: Recipe) -> int:
 def planned(spec: Spec) -> float:
     """The same from the plan: blocks, the end of the model, log-softmax, casts, and what is known to be there besides."""
     tokens, shape, effects = spec.tokens, spec.shape, spec.effects
-    total = shape.num_layers * tokens * sum(block_tensors(spec).values()) + _final(spec) * tokens
+    total = shape.num_layers * tokens * sum(block_tensors(spec).values()) + final_bytes(spec) * tokens
     total += 4 * shape.vocab_size * tokens if not effects.factor("logits.tokens") else 0
     total += 4 * shape.vocab_size * tokens if shape.logit_softcap is not None else 0  # the tanh
     total += 8 * tokens  # labels
@@ -295,4 +295,4 @@ def test_a_recomputed_compiled_block_holds_gradients_and_activations() -> None:
     """As the code that torch's compiler makes for such a block shows: gate, up and product, and the gradients of all three."""
     fast = ("pure_bf16", "flash_attention", '{name = "compile", scope = "block"}')
     kept, again = (spec_of(recipe_of("llama-tiny", *names)) for names in (fast, (*fast, "checkpoint_full")))
-    assert _working(again) - _working(kept) == 2 * 2 * kept.shape.intermediate
+    assert working_bytes(again) - working_bytes(kept) == 2 * 2 * kept.shape.intermediate

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rush.cli import main
-from rush.cli.bench import _model_row, _verdict
+from rush.cli.bench import model_row, verdict_of
 from rush.cli.tune import summary
 from rush.records.models import verdicts_of
 from rush.records.parity import parity_again, parity_verdict
@@ -339,7 +339,7 @@ def test_a_target_is_a_close_call_where_the_record_or_its_interval_says_so(
 ) -> None:
     assert target_word(target) == word
     assert verdict_words({**target, "memory": {"verdict": "missed"}}) == f"{word}; memory missed"
-    assert _verdict({**target, "why": target.get("why")}).startswith(word)
+    assert verdict_of({**target, "why": target.get("why")}).startswith(word)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_pages_and_terminal_say_close_call_of_models_and_kernels() -> None:
     target |= {"ci95": [target["at_least"] - 0.01, target["ci95"][1]]}
     assert "close call" in model_page(models)
     assert verdicts_of(models)[0] == "close call"
-    assert _model_row(models["workloads"][0]["ours"][0]["rung"], dict(target))[-1] == "close call"
+    assert model_row(models["workloads"][0]["ours"][0]["rung"], dict(target))[-1] == "close call"
     kernels: Any = made_up_benches.kernels()
     before = kernel_page(kernels).count('class="badge caution"')
     kernels["ops"][0]["targets"][0] |= {"ci95": [0.9, 1.3]}

@@ -112,7 +112,15 @@ def test_the_messages_of_our_own_keep_their_words_and_kind_and_say_where_the_run
     )
     assert "The last checkpoint (step-000003) is intact" in str(caught.value)
     told = json.loads(RunFolder(out).last_failure.read_text())
-    assert told == {"phase": "validation", "step": 4, "techniques": [], "disk_full": False}
+    message = f"the validation after step 4 failed: {error}"
+    assert told == {
+        "error": "MachineError",
+        "phase": "validation",
+        "step": 4,
+        "techniques": [],
+        "disk_full": False,
+        "message": message,
+    }
 
 
 def test_a_refusal_before_the_first_step_stays_as_it_is(

@@ -162,7 +162,7 @@ class Climb:
             if self.view != "cumulative":
                 continue
             usable = state.status == "ok" and not state.unusable
-            state.kept = usable and _builds_on(addition, state, last)
+            state.kept = usable and builds_on(addition, state, last)
             if state.kept:
                 self.top = [*(part for part in self.top if not addition.supersedes(part)), addition]
                 last = state
@@ -347,7 +347,7 @@ def _same_run(state: RungState) -> str | None:
     return f"evidence without effect: operators, settings and losses are those of {over.name}, bit for bit"
 
 
-def _builds_on(addition: Addition, state: RungState, last: RungState) -> bool:
+def builds_on(addition: Addition, state: RungState, last: RungState) -> bool:
     """Whether the rungs above build on this one; the first process of each decides which is faster."""
     if addition.keep != "faster":
         return addition.keep

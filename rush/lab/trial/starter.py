@@ -95,7 +95,7 @@ class Starter:
     ) -> int | None:
         """Run a trial to its end; its exit code (negative: the signal it died of), or None if it ran past the limit."""
         if not self._fork:
-            return _run_plainly(spec, result, log, extra, limit_s)
+            return run_plainly(spec, result, log, extra, limit_s)
         streams = [os.devnull, str(log), str(log)]
         trial = {"spec": str(spec), "result": str(result), "streams": streams, "environment": dict(extra)}
         codes = self._children([trial], limit_s, None)
@@ -203,7 +203,7 @@ def end_session(session: int) -> None:
                 os.kill(candidate, signal.SIGKILL)
 
 
-def _run_plainly(spec: Path, result: Path, log: Path, extra: Mapping[str, str], limit_s: float) -> int | None:
+def run_plainly(spec: Path, result: Path, log: Path, extra: Mapping[str, str], limit_s: float) -> int | None:
     with open(log, "wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "rush.lab.trial.process", str(spec), str(result)],

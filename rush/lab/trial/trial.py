@@ -70,7 +70,7 @@ def execute(
     found: TrialFound = json.loads(result_file.read_text()) if result_file.exists() else {}
     if said := found.get("reason"):
         found["reason"] = shareable(said)
-    status, reason = _judge(found, code, limit_s, shareable(_tail(log_file)))
+    status, reason = judged_trial(found, code, limit_s, shareable(_tail(log_file)))
     shutil.rmtree(workspace)
     return Outcome(status, reason, found, wall_s)
 
@@ -80,7 +80,7 @@ def compiler_caches(folder: Path) -> dict[str, str]:
     return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
 
 
-def _judge(found: TrialFound, code: int | None, limit_s: float, tail: str) -> tuple[str, str | None]:
+def judged_trial(found: TrialFound, code: int | None, limit_s: float, tail: str) -> tuple[str, str | None]:
     """The status of a trial from its result and its exit code."""
     if found.get("complete"):
         return found["status"], found["reason"]
