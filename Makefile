@@ -53,13 +53,15 @@ test-planted: $(VENV)/.dev ## put back some two hundred bugs, one at a time: whi
 # The lock has two versions of torch: the one in .venv, and the other in a virtual environment of its own. There every pair
 # of techniques lives in the covering array; each pair for itself is another half of the time.
 OTHER = $(if $(filter cpu,$(shell cat $(VENV)/.torch)),proven,cpu)
-test-all: $(VENV)/.dev ## the tests, with the slow ones, on both versions of torch
+# What passed on exactly this tree is remembered beside the environment: after an interruption the same command goes on, and
+# after a whole green run, which $(VENV)/passed.jsonl.runs lists, it begins anew (or after rm $(VENV)/passed.jsonl).
+test-all: $(VENV)/.dev ## the tests, with the slow ones, on both versions of torch; an interrupted run goes on where it was
 	$(MAKE) test-slow
 	$(MAKE) test-slow VENV=.venv-$(OTHER) TORCH=$(OTHER) \
 	  ARGS="--deselect tests/lives/test_pairs.py::test_every_allowed_pair_lives_alone"
 
 test-slow: $(VENV)/.dev ## the tests, with the slow ones, on the torch in .venv
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not gpu' $(ARGS)
+	$(BIN)/python -m pytest -p tests.passed_before --passed $(VENV)/passed.jsonl -n $(WORKERS) --dist worksteal -m 'not gpu' $(ARGS)
 
 # On a GPU machine without network the dependencies are there already; what is missing travels in bundle/. Most of the
 # time is the compiler's, on the host: with a large card, GPU_WORKERS=8 takes a fraction of it. What times the card or fills

@@ -30,7 +30,7 @@ from rush.files import open_file
 TEXT_DOCUMENT_BYTES = 64 * 1024
 TEXT_WHOLE_BYTES = 4 * TEXT_DOCUMENT_BYTES
 LONGEST_LINE = 256 << 20
-UNFOLDED_BYTES, UNFOLDED_TIMES = 256 << 20, 1000
+DECOMPRESSED_BYTES, DECOMPRESSED_TIMES = 256 << 20, 1000
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 LARGEST_LIST = 1 << 30
 ROW_ENDINGS = ".jsonl, .csv, .tsv (each also with .gz or .zst), .json (a list of objects), .parquet"
@@ -120,7 +120,8 @@ def _slice_jsonl(file: IO[bytes], path: str, size: int, slice_bytes: int) -> Ite
     file.seek(0)
     while start < size:
         body = file.read(slice_bytes)
-        rest = file.readline()
+        rest = file.readline(LONGEST_LINE + 1)
+        _check_line(path, rest)
         stop = start + len(body) + len(rest)
         yield Slice("jsonl", path, start, stop, first=line)
         line += body.count(b"\n") + rest.count(b"\n")
@@ -251,11 +252,11 @@ def read_lines(piece: Slice) -> Iterator[tuple[int, bytes]]:
                 yield number, content
 
 
-def _check_unfolded(path: str, num_bytes: int) -> None:
+def _check_decompressed(path: str, num_bytes: int) -> None:
     """Refuse a file that decompresses to a thousand times its size: half a kilobyte can expand to terabytes of one letter."""
-    if num_bytes > UNFOLDED_BYTES and num_bytes > UNFOLDED_TIMES * os.path.getsize(path):
+    if num_bytes > DECOMPRESSED_BYTES and num_bytes > DECOMPRESSED_TIMES * os.path.getsize(path):
         raise DataError(
-            f"{path} unfolds to more than {num_bytes >> 20:,} MiB, over {UNFOLDED_TIMES:,} times its {os.path.getsize(path):,} bytes. "
+            f"{path} decompresses to more than {num_bytes >> 20:,} MiB, over {DECOMPRESSED_TIMES:,} times its {os.path.getsize(path):,} bytes. "
             "Decompress it yourself if that is meant."
         )
 
@@ -265,11 +266,8 @@ def _lines(file: IO[AnyStr], path: str) -> Iterator[AnyStr]:
     read = 0
     while line := file.readline(LONGEST_LINE + 1):
         read += len(line)
-        _check_unfolded(path, read)
-        if len(line) > LONGEST_LINE:
-            raise DataError(
-                f"{path}: a line is longer than {LONGEST_LINE >> 20} MiB, the longest that is read."
-            )
+        _check_decompressed(path, read)
+        _check_line(path, line)
         yield line
 
 
@@ -278,15 +276,15 @@ def read_batches(piece: Slice, columns: list[str] | None = None) -> Iterator[tup
     number, groups = piece.first, list(range(piece.start, piece.stop))
     with open_parquet(piece.path) as file:
         batches = file.iter_batches(batch_size=256, row_groups=groups, columns=columns)
-        unfolded = 0
+        decompressed_bytes = 0
         while (batch := _next_batch(batches, piece.path)) is not None:
-            unfolded += _unfolded_bytes(batch)
-            _check_unfolded(piece.path, unfolded)
+            decompressed_bytes += _decompressed_bytes(batch)
+            _check_decompressed(piece.path, decompressed_bytes)
             yield number, batch
             number += batch.num_rows
 
 
-def _unfolded_bytes(batch: Any) -> int:
+def _decompressed_bytes(batch: Any) -> int:
     """The bytes of a batch with every text written out: a dictionary holds one for many rows."""
     compute = importlib.import_module("pyarrow.compute")
     total = 0
@@ -372,6 +370,11 @@ def csv_records(path: str) -> Iterator[tuple[int, list[str], list[str]]]:
             ) from None
         except csv.Error as error:
             raise DataError(f"{path}:{reader.line_num}: not valid CSV ({error}).") from None
+
+
+def _check_line(path: str, line: bytes | str) -> None:
+    if len(line) > LONGEST_LINE:
+        raise DataError(f"{path}: a line is longer than {LONGEST_LINE >> 20} MiB, the longest that is read.")
 
 
 def ragged(header: list[str], cells: list[str]) -> str:

@@ -146,7 +146,10 @@ def _qk_width(spec: Spec) -> float:
     """Elements of queries and keys that are normalized, per token."""
     shape = spec.shape
     heads = shape.num_heads + shape.num_kv_heads
-    return 0.0 if shape.qk_norm == "none" else heads * shape.head_dim / spec.size("tp")
+    shards = (
+        1 if shape.qk_norm == "width" else spec.size("tp")
+    )  # all heads are gathered where they are normalized together
+    return 0.0 if shape.qk_norm == "none" else heads * shape.head_dim / shards
 
 
 def _extra_norms(spec: Spec, each: float) -> dict[str, float]:

@@ -264,7 +264,7 @@ def _notes(found: Findings) -> list[str]:
         )
     elif not model.weights:
         notes.append(
-            f"{model.init_from} holds no weights yet: they must be there before `rush overfit` and `rush train`."
+            f"{model.init_from} lacks weights, or some of their files: `rush overfit` and `rush train` need them."
         )
     if found.place.target.how == "assumed":
         notes.append("The rates of this CPU are assumed, so the time is a guess; `rush probe` measures them.")

@@ -269,7 +269,7 @@ CASES: list[tuple[str, int, list[str], Callable[[World], list[str]]]] = [
      lambda w: w.on_files("pages.parquet", damaged_pages())),
     ("numbers in Parquet", 3, ["the text is int, expected a string"],
      lambda w: w.on_files("numbers.parquet", parquet_file([1, 2, 3]))),
-    ("half a kilobyte of Parquet that unfolds to gigabytes", 3, ["unfolds to more than", "times its"],
+    ("half a kilobyte of Parquet that decompresses to gigabytes", 3, ["decompresses to more than", "times its"],
      lambda w: w.on_files("bomb.parquet", parquet_bomb(), f"data.tokenizer={w.run / 'tokenizer'}")),
     ("a template that never ends", 3, ["talk.jsonl:1", "The chat template does not end"],
      lambda w: w.inspect("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}")),

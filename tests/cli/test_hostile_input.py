@@ -188,6 +188,7 @@ CASES: dict[str, tuple[int, str, Callable[[Path], Sequence[str]]]] = {
     "Parquet from a pipe": (3, "it is a pipe or a device", lambda here: (pipe(here / "rows.parquet"), train("data.files=['rows.parquet']")(here))[1]),
     "data without end": (3, "it is a pipe or a device", train("data.files=['/dev/zero']")),
     "data to start from that is a pipe": (3, "it is a pipe or a device", with_file(pipe, "rows.jsonl", "start", "tiny", "rows.jsonl")),
+    "rows of a terabyte": (3, "a line is longer than 256 MiB", lambda here: (large(here / "rows.jsonl"), train("data.files=['rows.jsonl']")(here))[1]),
     "a config without end": (3, "it is a pipe or a device", line("plan", "--config", "/dev/zero")),
     "a config that is a pipe": (3, "it is a pipe or a device", with_file(pipe, "config", "plan", "--config", "config")),
     "weights that are a pipe": (3, "it is a pipe or a device", model_with(pipe, "model.safetensors")),

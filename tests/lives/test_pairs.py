@@ -8,6 +8,7 @@ has its own arrays, `test_pairs_gpu.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -51,5 +52,7 @@ def test_every_allowed_pair_lives_in_some_recipe(living: Living, life: Life, par
 @pytest.mark.slow
 @pytest.mark.parametrize(("setting", "techniques"), _alone())
 def test_every_allowed_pair_lives_alone(compiled_living: Living, setting: str, techniques: Items) -> None:
-    checked = settings()[setting].checked
-    compiled_living.must_live(checked.setting, techniques, checked.allowed)
+    """With `compile` a model of one layer: g++ takes two seconds for each kernel of a graph, and there are some thirty."""
+    checked, compiled = settings()[setting].checked, any(item.name == "compile" for item in techniques)
+    living = replace(compiled_living, shallow=compiled)
+    living.must_live(checked.setting, techniques, checked.allowed)
