@@ -53,9 +53,9 @@ test-planted: $(VENV)/.dev ## put back some two hundred bugs, one at a time: whi
 # The lock has two versions of torch: the one in .venv, and the other in a virtual environment of its own. There every pair
 # of techniques lives in the covering array; each pair for itself is another half of the time.
 OTHER = $(if $(filter cpu,$(shell cat $(VENV)/.torch)),proven,cpu)
-# What passed on exactly this tree is remembered beside the environment: after an interruption the same command goes on, and
+# What passed on exactly this tree is remembered beside the environment: after an interruption the same command resumes, and
 # after a whole green run, which $(VENV)/passed.jsonl.runs lists, it begins anew (or after rm $(VENV)/passed.jsonl).
-test-all: $(VENV)/.dev ## the tests, with the slow ones, on both versions of torch; an interrupted run goes on where it was
+test-all: $(VENV)/.dev ## the tests, with the slow ones, on both versions of torch; an interrupted run resumes
 	$(MAKE) test-slow
 	$(MAKE) test-slow VENV=.venv-$(OTHER) TORCH=$(OTHER) \
 	  ARGS="--deselect tests/lives/test_pairs.py::test_every_allowed_pair_lives_alone"

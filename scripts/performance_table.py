@@ -70,8 +70,8 @@ NOTE = (
     "A row is the median of all records of its workload, recipe (techniques with their knobs) and kind of machine; its interval "
     "is a bootstrap over the records, and inside each over its own interval. Records of a recipe that had other techniques under the "
     "same name are linked as former. A close call is reached, but its interval reaches "
-    "beyond what was wanted. Of the limit: the time that the recipe's matmuls would take at the rates of large ones (`rush probe`), "
-    "and its attention at the best measured rate of its head dim (`rush bench kernels flash_attention`), over the time of the whole "
+    "beyond the target. Of the limit: the time that the recipe's matmuls would take at the rates of large ones (`rush probe`), "
+    "and its attention at the best measured rate of its head dim (`rush bench kernels flash_attention`), over the time of the complete "
     "step; nothing else counts, so no recipe reaches 100 %. `run.deterministic` is what that key changes in tokens per second, over "
     "eight windows in one process.\n"
 )
@@ -87,13 +87,15 @@ def _models(results: Path) -> list[str]:
     parts = []
     kernels = [read_kernels(path) for path in sorted(results.glob("*/kernels.json"))]
     for where, rows in combined(results).items():
-        parts.append(f"Whole runs on {where}, ours beside the baseline in the same command. {NOTE}")
+        parts.append(
+            f"Complete runs on {where}; one command measured both our recipe and its baseline. {NOTE}"
+        )
         head = (
             "workload",
             "baseline",
             "ours",
             "ratio (95 %)",
-            "wanted",
+            "target",
             "peak memory",
             "of the limit",
             "`run.deterministic`",
