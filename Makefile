@@ -22,7 +22,7 @@ ladder: $(VENV)/.run ## measure what each technique gains on this machine (at mo
 train: $(VENV)/.run ## train a small model on this machine and see it learn (a few minutes on two cores)
 	$(BIN)/rush train tiny
 
-# Each part is kept: a second call goes on with what is missing. Start anew with rm -r runs/finetune.
+# Each part is kept: a second call resumes with the missing ones. Start over with rm -r runs/finetune.
 FINETUNE := runs/finetune
 finetune: $(VENV)/.run ## a small chat model on this machine: pretrain, LoRA, merge, DPO, answers before and after, export
 	test -d $(FINETUNE)/base || $(BIN)/rush train tiny --out $(FINETUNE)/base
@@ -94,7 +94,7 @@ docs: $(VENV)/.dev ## write the generated pages: techniques, recipe keys, explan
 docs-site: $(VENV)/.dev ## the documentation as a site in site/, without network (open site/index.html)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-format: $(VENV)/.dev ## format and mend what can be mended
+format: $(VENV)/.dev ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

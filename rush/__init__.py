@@ -12,13 +12,6 @@ from rush.version import __version__
 
 if TYPE_CHECKING:
     from rush.api import (
-        GeneratedText,
-        LadderResult,
-        PlannedRecipe,
-        RaceResult,
-        StartedRecipe,
-        TrainingRun,
-        TunedRecipe,
         generate,
         plan_chart,
         plan_config,
@@ -36,38 +29,29 @@ if TYPE_CHECKING:
     from rush.hub.tokenizers import load_tokenizer
     from rush.recipe import Recipe
     from rush.recipe_io import load_recipe
+    from rush.results import (
+        GeneratedText,
+        LadderResult,
+        PlannedRecipe,
+        RaceResult,
+        StartedRecipe,
+        TrainingRun,
+        TunedRecipe,
+    )
     from rush.training.loop import train_recipe
 
-_HOMES = {
-    "DataError": "errors",
-    "Diverged": "errors",
-    "GeneratedText": "api",
-    "LadderResult": "api",
-    "PlannedRecipe": "api",
-    "MachineError": "errors",
-    "RaceResult": "api",
-    "Recipe": "recipe",
-    "RecipeError": "errors",
-    "RushError": "errors",
-    "StartedRecipe": "api",
-    "TrainingRun": "api",
-    "TunedRecipe": "api",
-    "export_model": "hub.export",
-    "generate": "api",
-    "load_model": "hub.folders",
-    "load_recipe": "recipe_io",
-    "load_tokenizer": "hub.tokenizers",
-    "plan_chart": "api",
-    "plan_config": "api",
-    "plan_recipe": "api",
-    "race": "api",
-    "run_ladder": "api",
-    "start_recipe": "api",
-    "train": "api",
-    "train_recipe": "training.loop",
-    "tune_recipe": "api",
-    "write_report": "api",
+_NAMES = {
+    "api": "generate plan_chart plan_config plan_recipe race run_ladder start_recipe train tune_recipe write_report",
+    "errors": "DataError Diverged MachineError RecipeError RushError",
+    "hub.export": "export_model",
+    "hub.folders": "load_model",
+    "hub.tokenizers": "load_tokenizer",
+    "recipe": "Recipe",
+    "recipe_io": "load_recipe",
+    "results": "GeneratedText LadderResult PlannedRecipe RaceResult StartedRecipe TrainingRun TunedRecipe",
+    "training.loop": "train_recipe",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "DataError",

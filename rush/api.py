@@ -1,7 +1,8 @@
 """The Python interface: what the commands do, as functions that return typed results (docs/python.md).
 
-A result shows itself in a notebook. The recipe may be a name, a file or a `Recipe`; overrides are written as on the
-command line: `train("tiny", "schedule.steps=100")`. Errors are those of `rush.errors`, with the same messages.
+Results render in a notebook. The recipe may be a name, a file or a `Recipe`; overrides are written as on the
+command line: `train("tiny", "schedule.steps=100")`. Errors are those of `rush.errors`, with the same
+messages.
 """
 
 from __future__ import annotations
@@ -11,30 +12,32 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rush.errors import DataError, RecipeError, RushError
 from rush.files import write_atomic
-from rush.plan import Plan
 from rush.ready import short_name
 from rush.recipe import Recipe
-from rush.recipe_io import apply_override, changed, load_recipe, parse
-from rush.records.metrics import MetricsRow, read_rows
+from rush.recipe_io import apply_override, load_recipe, parse
 from rush.records.run_folder import RunFolder
+from rush.results import (
+    GeneratedText,
+    LadderResult,
+    PlannedRecipe,
+    RaceResult,
+    StartedRecipe,
+    TrainingRun,
+    TunedRecipe,
+)
 
 if TYPE_CHECKING:
     from rush.lab.ladder.climb import Watch as LadderWatch
     from rush.lab.race.racing import Watch as RaceWatch
     from rush.models import Decoder
     from rush.plan.foreign import ForeignPlan
-    from rush.records.ladder import LadderRecord
     from rush.records.plan_chart import PlanChartRecord
-    from rush.records.race import RaceRecord
-    from rush.records.start import StartRecord
-    from rush.records.tune import TuneRecord
-    from rush.training.session import Summary
     from rush.training.view import View
     from rush.tune.tuning import Watch as TuneWatch
 
@@ -43,130 +46,6 @@ Note = Callable[[str], None]
 
 
 def _quiet(text: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class TrainingRun:
-    """A run that ended: its summary, its folder, and its metrics."""
-
-    summary: Summary
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.summary.folder)
-
-    @property
-    def rows(self) -> list[MetricsRow]:
-        """One row per step, as in `metrics.jsonl`."""
-        return list(read_rows(RunFolder(self.folder).metrics, MetricsRow))
-
-    def _repr_html_(self) -> str:
-        from rush.report.notebook import run_html
-
-        ended = self.summary
-        facts = {
-            "folder": ended.folder,
-            "step": f"{ended.step} of {ended.steps}",
-            "loss": f"{ended.loss:.4f}",
-            "validation loss": "" if ended.val_loss is None else f"{ended.val_loss:.4f}",
-            "tokens/s": f"{ended.tokens_per_s:,.0f}",
-        }
-        return run_html(self.rows, facts)
-
-
-@dataclass(frozen=True)
-class LadderResult:
-    """A measured ladder: its record, and the folder with `ladder.json`, `report.html` and the `recipe.toml` it leads to."""
-
-    record: LadderRecord
-    folder: Path
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """The fastest proven rung, ready to train; None where nothing was proved faster."""
-        file = self.folder / "recipe.toml"
-        return load_recipe(str(file)) if file.is_file() else None
-
-    def _repr_html_(self) -> str:
-        from rush.report.ladder import read_ladder
-        from rush.report.ladder_picture import ladder_picture
-
-        return ladder_picture(read_ladder(self.folder / "ladder.json"))
-
-
-@dataclass(frozen=True)
-class PlannedRecipe(Plan):
-    """A plan that shows itself."""
-
-    def _repr_html_(self) -> str:
-        from rush.report.notebook import plan_html
-
-        return plan_html(self.to_dict())
-
-
-@dataclass(frozen=True)
-class TunedRecipe:
-    """A finished search: its record, and the folder with the winner's `recipe.toml` and `report.html`."""
-
-    record: TuneRecord
-    folder: Path
-
-    @property
-    def recipe(self) -> Recipe:
-        """The winner."""
-        return load_recipe(str(self.folder / "recipe.toml"))
-
-    def _repr_html_(self) -> str:
-        from rush.report.notebook import tune_html
-
-        return tune_html(self.record)
-
-
-@dataclass(frozen=True)
-class RaceResult:
-    """A race: its record, and the folder with `race.json`, `report.html`, the recipes and a run for each of them and each seed."""
-
-    record: RaceRecord
-    folder: Path
-
-    @property
-    def winner(self) -> Recipe | None:
-        """The recipe that reached the same loss soonest beyond noise; None where that cannot be told."""
-        from rush.report.race_words import winner_of
-
-        letter = winner_of(self.record)
-        return None if letter is None else load_recipe(str(self.folder / "recipes" / f"{letter}.toml"))
-
-    def _repr_html_(self) -> str:
-        from rush.report.race import race_html
-
-        return race_html(self.record)
-
-
-@dataclass(frozen=True)
-class StartedRecipe:
-    """A recipe for a model and data: the record of the decisions, and the file where it was written."""
-
-    record: StartRecord
-    recipe: Recipe
-    file: Path | None
-
-    def _repr_html_(self) -> str:
-        from rush.report.notebook import start_html
-
-        return start_html(self.record)
-
-
-@dataclass(frozen=True)
-class GeneratedText:
-    """A prompt, its continuation, and the tokens of the continuation."""
-
-    prompt: str
-    text: str
-    tokens: list[int]
-
-    def __str__(self) -> str:
-        return self.prompt + self.text
 
 
 def start_recipe(
@@ -181,7 +60,7 @@ def start_recipe(
     force: bool = False,
     note: Note = _quiet,
 ) -> StartedRecipe:
-    """A recipe for a model and data that fits a device: of the catalog, with `memory` GB, or this machine's.
+    """A recipe for a model and data that fits a device: one from the catalog, one with `memory` GB, or this machine's.
 
     Written to `out` where that is given; an existing file is only overwritten with `force`.
     """
@@ -214,7 +93,7 @@ def train(
     """Train a recipe in a new folder, or resume the run in `out`. Without a `view` it shows progress in the terminal. `until`: stop
     after this step, with a checkpoint to resume from.
 
-    `techniques`, here and below: Python files that define techniques of your own. Their code is executed.
+    `techniques`, here and below: Python files that define your own techniques. Their code is executed.
     """
     from rush.training.loop import train_recipe
     from rush.training.view import Recording, terminal_view
@@ -240,7 +119,7 @@ def train(
 
 
 def _written(folder: Path) -> tuple[int, int] | None:
-    """Tells whether a run has written rows: a start that was refused has not."""
+    """Whether a run has written rows; a refused start has not."""
     try:
         found = os.stat(RunFolder(folder).metrics)
     except OSError:
@@ -249,7 +128,7 @@ def _written(folder: Path) -> tuple[int, int] | None:
 
 
 def _draw_run(folder: Path, note: Note) -> None:
-    """Write the page of a run that recorded a step. Its result stands, whatever becomes of the page."""
+    """Write the page of a run that recorded a step. A failure here does not affect the run's result."""
     from rush.parallel import started_rank
 
     try:
@@ -291,7 +170,7 @@ def run_ladder(
     note: Note = _quiet,
 ) -> LadderResult:
     """Measure a ladder (`here`: the one for this machine), or resume the one in `out`; writes its record, its report and the
-    recipes it leads to. `race`: afterwards race every STATISTICAL rung over so many tokens, for its net beside its gain.
+    recipes it leads to. `race`: afterwards race every STATISTICAL rung over this many tokens, for its net in addition to its gain.
     """
     from rush.lab.ladder.climb import climb
     from rush.lab.ladder.here import HERE, ladder_here
@@ -347,16 +226,14 @@ def plan_recipe(
     """Memory and time of a recipe on a machine of the catalog, or on this one; `devices` and `nodes` fill its layout."""
     from rush.plan import plan, spec_of
     from rush.plan.micro_batch import with_chosen_micro
-    from rush.plan.planning import fill_devices, unmet
+    from rush.plan.planning import on_all_devices, unmet
     from rush.plan.target import find_target
 
     chosen = _recipe(recipe, overrides)
     limit_gb = chosen.run.memory_limit_gb
     target = find_target(machine, devices, nodes, link, network, network_cards, limit_gb=limit_gb)
-    layout = chosen.layout.model_dump()
-    if (devices is not None or nodes is not None) and target.devices != chosen.world:
-        filled = fill_devices(layout, target.devices)
-        chosen = changed(chosen, {f"layout.{axis}": n for axis, n in filled.items() if n != layout[axis]})
+    if devices is not None or nodes is not None:
+        chosen = on_all_devices(chosen, target)
     with _own(techniques):
         chosen = with_chosen_micro(chosen, target)
         found = plan(spec_of(chosen, target.kind), target, problems=unmet(chosen, target))
@@ -375,7 +252,7 @@ def plan_chart(
     network: str | None = None,
     out: str | Path | None = None,
 ) -> PlanChartRecord:
-    """Plans over devices, links, cards, nodes, layouts or batches, with the stated error and what others published.
+    """Plans over devices, links, GPU models, nodes, layouts or batches, with the expected error and published measurements.
 
     Returns the record; with `out` it is written into that folder, with a page and a picture.
     """
@@ -401,23 +278,24 @@ def plan_config(
     network: str | None = None,
     network_cards: int | None = None,
 ) -> ForeignPlan:
-    """The plan of a recipe with the model of a Hugging Face config.json (a file, a folder or an id on the hub) in place of its own.
+    """The plan of a recipe with the model of a Hugging Face config.json (a file, a folder or an id on the hub) instead of its own.
 
-    A model that rush cannot train is planned with the nearest terms; each of them is named, and widens the expected error.
+    A model that rush cannot train is planned with the nearest known terms; the plan names each approximation and widens the
+    expected error.
     """
     from rush.hub.config import shape_from_config
     from rush.hub.json_files import read_json
     from rush.hub.remote import local_config
     from rush.plan import spec_of
     from rush.plan.foreign import Foreign, nearest_shape, plan_foreign
-    from rush.plan.planning import fill_devices
+    from rush.plan.planning import on_all_devices
     from rush.plan.target import find_target
 
     found = read_json(local_config(config), "give a folder or a file with a model's config.json")
     try:
         model = Foreign(shape_from_config(found))
-    except DataError:
-        model = nearest_shape(found)
+    except DataError as refused:
+        model = nearest_shape(found, str(refused))
     chosen = _recipe(recipe, overrides)
     if chosen.batch.sequence > model.shape.context:
         raise RecipeError(
@@ -426,10 +304,8 @@ def plan_config(
     target = find_target(
         machine, devices, nodes, link, network, network_cards, limit_gb=chosen.run.memory_limit_gb
     )
-    layout = chosen.layout.model_dump()
-    if (devices is not None or nodes is not None) and target.devices != chosen.world:
-        filled = fill_devices(layout, target.devices)
-        chosen = changed(chosen, {f"layout.{axis}": n for axis, n in filled.items() if n != layout[axis]})
+    if devices is not None or nodes is not None:
+        chosen = on_all_devices(chosen, target)
     return plan_foreign(model, spec_of(chosen, target.kind), target)
 
 
@@ -498,9 +374,9 @@ def race(
     watch: RaceWatch | None = None,
     note: Note = _quiet,
 ) -> RaceResult:
-    """Train recipes side by side from the same seeds on the same data, or resume the race in `out`: which one reaches the same loss
-    sooner? A recipe may have its overrides behind it: `race("tiny", "tiny techniques+=compile")`. Every recipe is started on the ranks
-    of its layout; with `nproc` all must take so many.
+    """Train recipes side by side from the same seeds on the same data, or resume the race in `out`: which one reaches the same
+    loss sooner? Overrides may follow a recipe: `race("tiny", "tiny techniques+=compile")`. Every recipe starts on the ranks of its
+    layout; with `nproc` all layouts must take that many.
     """
     from rush.lab.race.contenders import read_contenders
     from rush.lab.race.race_plan import plan_race, race_name
@@ -610,7 +486,7 @@ def open_model(
 
 @contextmanager
 def _own(techniques: Sequence[str | Path]) -> Iterator[list[Path]]:
-    """Know the techniques of these files within the block."""
+    """Register the techniques of these files within the block."""
     from rush.techniques.api.own_files import added
 
     files = [Path(file).expanduser().resolve() for file in techniques]
@@ -619,7 +495,7 @@ def _own(techniques: Sequence[str | Path]) -> Iterator[list[Path]]:
 
 
 def new_folder(name: str) -> Path:
-    """Where a new run goes: `runs/NAME-DATE-TIME`."""
+    """The folder of a new run: `runs/NAME-DATE-TIME`."""
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

@@ -2,10 +2,11 @@
 
 A small batch learns as much per token as a large one only up to the critical batch size, which grows as the loss falls (McCandlish
 et al. 2018, arXiv:1812.06162; Merrill et al. 2025, arXiv:2505.23971). So large pretraining runs begin with a smaller batch: Llama 3
-405B doubled it twice (Llama team 2024, arXiv:2407.21783), OLMo-core and Megatron-LM have it as a setting. It loses time where a
-small batch leaves the devices idle: each step has the update, and on several ranks the all-reduce, for fewer tokens.
+405B doubled it twice (Llama team 2024, arXiv:2407.21783), OLMo-core and Megatron-LM have it as a setting. It loses time if a
+small batch leaves the devices idle: each step pays for the update, and on several ranks the all-reduce, for fewer tokens.
 
-A pure function of the step, so there is nothing to save. Micro batches keep their shape: nothing is compiled or captured anew.
+A schedule is a pure function of the step, so there is no state to save. Micro batches keep their shape: nothing is recompiled
+or recaptured.
 """
 
 from __future__ import annotations

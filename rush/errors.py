@@ -1,10 +1,10 @@
 """The errors of the command line, with their exit codes.
 
-A message says what is wrong, what was found, what is allowed, what to do. The command line prints it without a traceback and
+A message states what is wrong, what was found, what is allowed, what to do. The command line prints it without a traceback and
 exits with `exit_code`. Broken invariants are plain `assert`s: they are bugs, whose traceback goes to a log.
 
-A message often quotes what it found, which may be a stranger's: control characters in it would reach the terminal, and a
-value of a million characters would bury the sentence. So every message is `readable`.
+A message often quotes untrusted input: control characters in it would reach the terminal, and a value of a million characters
+would hide the sentence. So every message is `readable`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PICTURES |= dict.fromkeys(range(0xD800, 0xE000), "�") | {0x7F: "␡", 0x9B: "
 
 
 def printable(text: str) -> str:
-    """Control characters (also those that turn the direction of writing, and halves of surrogate pairs) shown, not sent."""
+    """Escape control characters (also those that change the direction of text, and unpaired surrogates)."""
     return text.translate(_PICTURES)
 
 
@@ -29,6 +29,14 @@ def readable(message: str, most: int = LONGEST_MESSAGE) -> str:
     if (more := len(message) - most) > 0:
         message = f"{message[:half]} … ({more + 100:,} characters left out) … {message[-half:]}"
     return printable(message)
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an error; str() of a third-party error may fail."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
 
 
 class RushError(Exception):
@@ -98,7 +106,7 @@ class Drifted(Diverged):
 
 
 def nearest(found: str, allowed: Iterable[str]) -> str:
-    """The tail of a message: the allowed words that begin like this or else the nearest, if there is one, and all of them."""
+    """The end of a message: allowed words with the same prefix, or else the nearest one, and the list of all."""
     names = sorted(allowed)
     begun = [name for name in names if found and name.startswith(found)]
     close = begun[:3] or difflib.get_close_matches(found, names, n=1, cutoff=0.6)

@@ -1,9 +1,8 @@
-"""Files that are either the old ones or the new ones, never half of each.
+"""Atomic file replacement: a reader sees the old file or the new one, never a partial one.
 
-A plain `open(path, "w")` empties the file first and fills it afterwards: a crash, a power cut or a
-full disk in between leaves neither version. So we write beside the target under a temporary name,
-force the bytes to the disk, and rename: a rename within one folder happens entirely or not at all.
-The folder is flushed too, because the new name lives in the folder, not in the file. Costs a few
+A plain `open(path, "w")` truncates the file first and fills it afterwards: a crash, a power cut or a full disk in between
+leaves neither version. So we write to a temporary name in the same folder, fsync, and rename: a rename within one folder is
+atomic. The folder is fsynced too, because the new name is an entry of the folder, not of the file. This costs a few
 milliseconds per file, so it suits records and checkpoints, not a log line per step.
 """
 
@@ -32,7 +31,7 @@ _FULL = {
     errno.EFBIG: "the file is larger than the file size limit allows",
 }
 LARGEST_READ = 1 << 28
-"""Of a file that is read as a whole: a recipe, a record, a config, a tokenizer."""
+"""In bytes, the largest file that is read at once: a recipe, a record, a config or a tokenizer."""
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 _TEMPORARY = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.tmp")
 
@@ -66,12 +65,12 @@ def writing(path: Path, what: str = "", advice: str = "") -> Iterator[None]:
 
 
 def temporary_name(path: Path) -> Path:
-    """A new name beside `path` for its next content: hidden, and never one that another writer has."""
+    """A new temporary name in the folder of `path`: hidden, and unique among writers."""
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a finished temporary file its real name, all of it on the disk."""
+    """Give a finished temporary file its real name, fsynced."""
     fsync_file(temporary)
     os.replace(temporary, path)
     fsync_folder(path.parent)
@@ -79,7 +78,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name to write to, which becomes `path` when the block ends well and is gone if not."""
+    """A temporary file to write to, renamed to `path` if the block succeeds and removed if not."""
     temporary = temporary_name(path)
     try:
         yield temporary
@@ -89,14 +88,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replace `path` by `content`; whatever goes wrong, the old content stays and no litter is left."""
+    """Replace `path` by `content` atomically; on failure the old content stays and no temporary file remains."""
     data = content.encode() if isinstance(content, str) else content
     with writing(path), replacing(path) as temporary, open(temporary, "xb") as file:
         file.write(data)
 
 
 def open_file(path: Path | str) -> BufferedReader:
-    """Open a file for reading. OSError for a pipe or a device, in a stranger's folder: one may never answer or never end."""
+    """Open a file for reading. OSError for a pipe or a device in an untrusted folder: reading one may never end."""
     return open(path, "rb", opener=_open_without_waiting)
 
 
@@ -122,8 +121,8 @@ def _open_without_waiting(path: str, flags: int) -> int:
 def parse_json(content: bytes | str) -> Any:
     """The value of JSON text; ValueError for anything else.
 
-    Python's own reader takes NaN and halves of surrogate pairs, which are no JSON and cannot be written again, and fails with
-    a RecursionError on thousands of brackets. A stranger's file has all of them.
+    Python's own reader accepts NaN and unpaired surrogates, which are not JSON and cannot be written again,
+    and fails with a RecursionError on thousands of brackets. An untrusted file may contain all of these.
     """
     from pydantic_core import from_json
 
@@ -151,7 +150,7 @@ def append_log(text: str, *paths: Path) -> Path | None:
 
 
 def remove_temporaries(folder: Path, *, deep: bool = False) -> None:
-    """Remove what a crash left in a folder (`deep`: and below it). Only while no one else writes there."""
+    """Remove temporary files that a crash left in a folder (`deep`: and below it). Only while no other process writes there."""
     with writing(folder):
         for path in folder.rglob(".*.tmp") if deep else folder.iterdir():
             if _TEMPORARY.fullmatch(path.name):
@@ -159,12 +158,12 @@ def remove_temporaries(folder: Path, *, deep: bool = False) -> None:
 
 
 def fsync_file(path: Path) -> None:
-    """Force the bytes of a file to the disk."""
+    """fsync a file."""
     _fsync(path, os.O_RDONLY)
 
 
 def fsync_folder(path: Path) -> None:
-    """Force the names in a folder to the disk (a new, renamed or removed file is a change of its folder)."""
+    """fsync a folder (a new, renamed or removed file is a change of its folder)."""
     _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
@@ -206,8 +205,8 @@ def sha256_file(path: Path) -> str:
 def json_safe(value: Any) -> tuple[Any, dict[str, str]]:
     """`value` with every NaN or infinity replaced by None, and where they stood: {"grad_norm": "nan"}.
 
-    JSON has no such numbers, and Python's habit of writing them anyway makes files that other readers
-    refuse. What was lost is returned, so that the caller can write it down beside the row.
+    JSON has no such numbers, and Python writes them anyway, which other readers refuse. The replaced values
+    are returned, so that the caller can store them with the row.
     """
     lost: dict[str, str] = {}
 

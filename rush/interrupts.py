@@ -1,8 +1,8 @@
-"""A Ctrl-C waits until imports are done.
+"""Defer a Ctrl-C until imports are done.
 
-Python raises `KeyboardInterrupt` wherever the main thread happens to be. In the first seconds of a command that is inside
-imports, where it gets lost: destructors and C code drop it, and a library that tries whether another one can be imported goes
-on without it. Then the command continues as if nothing had been asked, or fails later on a module that is half imported.
+Python raises `KeyboardInterrupt` wherever the main thread is. In the first seconds of a command that is inside imports, where
+it gets lost: destructors and C code drop it, and a library that probes for an optional import swallows it. Then the command
+continues as if nothing had happened, or fails later on a partially imported module.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import time
 from types import FrameType
 
 AGAIN_S, LONGEST_S = 0.02, 20.0
-"""After what time it is tried again, and for how long: a file of one's own may do anything when it is imported."""
+"""Seconds between retries, and their maximum duration: a user's own file may run anything when it is imported."""
 IMPORTING = "<frozen importlib"
 """How the file names of the import system's own frames begin."""
 
 
 def defer_interrupts_in_imports() -> None:
-    """From now on; unless this process ignores Ctrl-C, as what a shell starts in the background does."""
+    """Install the handler, unless this process ignores Ctrl-C, as background jobs of a shell do."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _Interrupts())
 

@@ -1,4 +1,4 @@
-"""What a launcher (torchrun, srun, `rush train --nproc`) tells a rank through the environment."""
+"""Read the environment variables that a launcher (torchrun, srun, `rush train --nproc`) sets for a rank."""
 
 from __future__ import annotations
 

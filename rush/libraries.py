@@ -1,7 +1,7 @@
-"""Silence log messages of libraries that a user can do nothing about.
+"""Silence log messages of libraries on which a user cannot act.
 
-Examples: a torchao binary for another version, a hint for authors of checkpointed functions. Each such message is listed here, or
-by the technique that causes it; all others are shown.
+Examples: a torchao binary for another version, a hint for authors of checkpointed functions. Each such message is listed here,
+or by the technique that causes it; all others are shown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def load_library(name: str) -> ModuleType:
     hush("torchao", "Failed to load", "Skipping import of cpp extensions")
     hush("torch.utils._pytree", "is an Enum subclass")
     with warnings.catch_warnings():
-        # Of docstrings, where nobody has compiled the library ahead.
+        # A warning about docstrings, if the library has no compiled bytecode yet.
         warnings.simplefilter("ignore", SyntaxWarning)
         return import_module(name)
 
@@ -34,7 +34,7 @@ def hush_matmul_fallback() -> None:
 
 
 def hush_tf32_advice() -> None:
-    """Drop the compiler's advice to set TF32 globally. Whether fp32 matmuls use it is the technique `tf32`'s to say."""
+    """Drop the compiler's advice to set TF32 globally: the technique `tf32` decides whether fp32 matmuls use it."""
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
 
 

@@ -1,6 +1,6 @@
-"""The ready files that come with the package (recipes, ladders, pipelines): where they are, and how one is read.
+"""The ready files that come with the package (recipes, ladders, pipelines): their folders, and how to read one.
 
-Nothing heavy is imported here, because shell completion must answer at once.
+Nothing heavy is imported here, because shell completion must be fast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rush.files import read_file
 
 
 def short_name(name_or_path: str) -> str:
-    """What to call what was made of a ready file or a path: the name without folder and ending. (A name has points in it.)"""
+    """A short name for the output of a ready file or a path: its name without folder and extension. (A name may contain dots.)"""
     return Path(name_or_path).name.removesuffix(".toml")
 
 
@@ -44,7 +44,7 @@ class Ready:
         if self.kind == "recipe" and name_or_path.endswith(DATA):
             example = "sft" if name_or_path.endswith(".jsonl") else "tiny"
             raise RecipeError(
-                f"{name_or_path} is a file of data, and here a recipe is wanted, which names its data: "
+                f"{name_or_path} is a data file, but a recipe is expected, which names its data: "
                 f"as in {example} data.source=files 'data.files=[\"{name_or_path}\"]'."
             )
         if name_or_path.endswith(".toml") or "/" in name_or_path:
@@ -61,32 +61,28 @@ class Ready:
         """The tree in a file of this kind."""
         try:
             return tomllib.loads(read_file(path).decode())
-        except FileNotFoundError:
-            raise RecipeError(
-                f"no {self.kind} file at {path}; give an existing .toml file or the name of a ready {self.kind}."
-            ) from None
-        except IsADirectoryError:
-            raise RecipeError(f"{path} is a folder; a {self.kind} is a .toml file.") from None
-        except UnicodeDecodeError as error:
-            raise RecipeError(
-                f"{path} is not UTF-8 text (byte {error.start}); save the {self.kind} as UTF-8."
-            ) from None
-        except PermissionError:
-            raise RecipeError(f"{path} may not be read by this user; change its permissions.") from None
-        except OSError as error:
-            raise RecipeError(
-                f"{path} cannot be read ({error.strerror}); give an existing .toml file or the name of a ready {self.kind}."
-            ) from None
-        except tomllib.TOMLDecodeError as error:
-            raise RecipeError(f"{path} is not valid TOML: {error}.") from None
-        except ValueError:  # Python's own limit for the conversion of integers
-            raise RecipeError(
-                f"{path} holds a number with thousands of digits; write a smaller one."
-            ) from None
-        except RecursionError:
-            raise RecipeError(
-                f"{path} is nested too deeply for a {self.kind}; write it with fewer brackets."
-            ) from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise RecipeError(self._problem(path, error)) from None
+
+    def _problem(self, path: Path, error: Exception) -> str:
+        """Why a file cannot be read, and what to do."""
+        match error:
+            case FileNotFoundError():
+                return f"no {self.kind} file at {path}; give an existing .toml file or the name of a ready {self.kind}."
+            case IsADirectoryError():
+                return f"{path} is a folder; a {self.kind} is a .toml file."
+            case PermissionError():
+                return f"{path} may not be read by this user; change its permissions."
+            case OSError():
+                return f"{path} cannot be read ({error.strerror}); give an existing .toml file or the name of a ready {self.kind}."
+            case UnicodeDecodeError():
+                return f"{path} is not UTF-8 text (byte {error.start}); save the {self.kind} as UTF-8."
+            case tomllib.TOMLDecodeError():
+                return f"{path} is not valid TOML: {error}."
+            case RecursionError():
+                return f"{path} is nested too deeply for a {self.kind}; write it with fewer brackets."
+            case _:  # Python's own limit for the conversion of integers
+                return f"{path} holds a number with thousands of digits; write a smaller one."
 
 
 RECIPES, LADDERS, PIPELINES = Ready("recipe"), Ready("ladder"), Ready("pipeline")

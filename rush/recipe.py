@@ -36,9 +36,9 @@ Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 LARGEST_MICRO = 2**24
 LARGEST_EPOCHS = 1e6
 LARGEST_PASS = 2**26
-"""Tokens in one forward pass: more than any device holds the activations of."""
+"""Maximum tokens of one forward pass: the activations of more fit on no device."""
 LARGEST_NUMBER = 2**63 - 1
-"""Of any key: what 64 bits hold."""
+"""The largest number of any key: 64 bits."""
 
 
 IN_SCHEDULE = ("batch.schedule has a step of", " tokens")
@@ -473,7 +473,7 @@ def _named_once(key: str, names: list[str]) -> None:
 
 
 def _former_run(content: dict[str, Any]) -> dict[str, Any]:
-    """Trackers under the keys that recipes had for them, where they say it all: digests stay what they were."""
+    """Trackers under the keys of older recipes, if those can express them: digests stay unchanged."""
     entries = content.get("trackers")
     project = next((entry[len("wandb:") :] for entry in entries or () if entry.startswith("wandb:")), None)
     board = [entry for entry in entries or () if entry == "tensorboard"]

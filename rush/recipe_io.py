@@ -4,8 +4,8 @@ A recipe is found by name (the ready ones in `recipes/`) or by path. An override
 the value is parsed as TOML, or else taken as a string. A list also takes `techniques+=compile` and
 `techniques-=compile`; an optional key takes `none`, which gives it its default again.
 
-A recipe file may have a table `published`: the published data and tokenizer, for whoever can download them, where the recipe itself
-reads text that is on every machine. `data=published` takes it.
+A recipe file may have a table `published`: the published data and tokenizer, which must be downloaded, while
+the recipe itself reads text that every machine has. `data=published` switches to it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def parse(tree: Mapping[str, Any], *, auto: bool = False) -> Recipe:
 
 
 def _check_pass(recipe: Recipe) -> None:
-    """A forward pass has a bound: gathering a billion tokens takes minutes, and then there is no memory for them."""
+    """Refuse an absurdly large forward pass: gathering a billion tokens takes minutes before memory runs out."""
     if (tokens := recipe.micro * recipe.batch.sequence) > LARGEST_PASS:
         raise RecipeError(
             f"batch.micro × batch.sequence is {recipe.micro:,} × {recipe.batch.sequence:,} = {tokens:,} tokens in one forward pass; "
@@ -119,14 +119,12 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     if key == "run.trackers" and isinstance(run := tree.get("run"), dict):
         tree["run"] = _current_keys(run)
     if operator == "=" and value == "none" and '"' not in text and _optional(key):
-        _remove(tree, key)
+        remove(tree, key)
         return
     if operator == "=":
         assign(tree, key, value)
         return
-    node: Any = tree
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, dict) else None
+    node = value_at(tree, key)
     node = _default_of(key) if node is None else node
     if not isinstance(node, list):
         raise RecipeError(
@@ -167,14 +165,14 @@ def _published(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _take_published(tree: dict[str, Any]) -> None:
-    """Take the published data of a recipe, instead of text that is on every machine."""
+    """Use the published data of a recipe, instead of text that every machine has."""
     values = _published(tree)
     if not values:
         raise RecipeError(
             f"data={PUBLISHED} needs a recipe file with a table [{PUBLISHED}], as the ready recipes of published models have; here "
             "set data.source, data.tokenizer and data.template."
         )
-    _remove(tree, "data.vocab_size")
+    remove(tree, "data.vocab_size")
     for key, value in values.items():
         assign(tree, key, value)
 
@@ -186,7 +184,7 @@ def _optional(key: str) -> bool:
 
 
 def _default_of(key: str) -> Any:
-    """What a list has where the recipe does not name it; an empty one for a key that is not known, which is refused later."""
+    """The default of a list; an empty one for an unknown key, which is refused later."""
     field = _field(key)
     return [] if field is None or field.is_required() or field.default is None else field.default
 
@@ -203,11 +201,17 @@ def _field(key: str) -> FieldInfo | None:
     return part.model_fields.get(last)
 
 
-def _remove(tree: dict[str, Any], key: str) -> None:
-    *parents, last = key.split(".")
-    node: Any = tree
-    for part in parents:
-        node = node.get(part) if isinstance(node, dict) else None
+def value_at(tree: Any, key: str) -> Any:
+    """The value of a dotted key in a tree of dicts; None where there is none, the tree itself for no key."""
+    for part in key.split(".") if key else ():
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def remove(tree: dict[str, Any], key: str) -> None:
+    """Take a dotted key out of a tree of dicts, where it is."""
+    parents, _, last = key.rpartition(".")
+    node = value_at(tree, parents)
     if isinstance(node, dict):
         node.pop(last, None)
 
@@ -243,7 +247,7 @@ def _read_value(text: str) -> Any:
 
 
 CONSTANT_BATCH = {"batch.schedule": None}
-"""What recipes of a few steps have: all of one size, which is set beside it."""
+"""Remove the batch-size schedule, which recipes of a few steps replace by one size."""
 
 
 def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
@@ -345,7 +349,7 @@ def _sentence(problem: Mapping[str, Any], path: list[str]) -> str:
 
 
 def _short(value: object) -> str:
-    """What was found, as far as it fits into a sentence."""
+    """The found value, shortened to fit into a message."""
     whole = repr(value)
     return whole if len(whole) <= 200 else f"{whole[:120]}… ({len(whole):,} characters)"
 

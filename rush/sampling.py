@@ -1,12 +1,12 @@
-"""Generation: read the prompt once, then one token at a time from a key/value cache.
+"""Generation: prefill the prompt once, then decode one token at a time with a KV cache.
 
-Each step feeds only the newest token; the keys and values of all earlier ones are kept. A token is
-drawn in four moves: divide the logits by the temperature, keep the `top_k` largest, of those keep the
-smallest set that holds `top_p` of the probability, draw. Temperature 0 takes the most likely token.
-Draws happen on the CPU from a generator of the given seed, so a seed means the same on every device.
+Each step feeds only the newest token; the cache has the keys and values of all earlier ones. Sampling has four steps: divide
+the logits by the temperature, keep the `top_k` largest, of those keep the smallest set with `top_p` of the probability, draw.
+Temperature 0 takes the most likely token. Draws happen on the CPU from a generator of the given seed, so a seed gives the same
+tokens on every device.
 
-Generation ends at a stop token, at `max_new_tokens`, or where the model's context is full; the iterator's
-`ended` says which. It does not slide a window: the oldest keys would have to be computed anew each step.
+Generation ends at a stop token, at `max_new_tokens`, or when the model's context is full; the iterator's `ended` gives the
+reason. It does not slide a window: the keys would have to be recomputed at each step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rush.models import Decoder, check_tokens
 
 Ending = Literal["stop", "length", "context"]
 
-# Prompts are read in pieces, because each piece makes fp32 logits for all of its tokens.
+# Prompts are prefilled in chunks, because each chunk computes fp32 logits for all of its tokens.
 PREFILL_TOKENS = 256
 # Text is decoded from at least this many last tokens before older ones are dropped.
 WINDOW_TOKENS = 8
@@ -32,7 +32,7 @@ WINDOW_TOKENS = 8
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from logits. Temperature 0 is greedy; None switches a filter off."""
+    """Sampling parameters. Temperature 0 is greedy; None disables a filter."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -129,11 +129,11 @@ def token_probabilities(logits_v: Tensor, sampling: Sampling) -> Tensor:
 
 
 def stream_text(tokenizer_decode: Callable[[list[int]], str], ids: Iterable[int]) -> Iterator[str]:
-    """Text as it becomes certain: never half a character, and all of it by the end.
+    """Streaming detokenization: never emits a partial character, and everything by the end.
 
-    A character may be spread over several tokens; until it is whole, decoding ends in replacement
-    marks. Up to three of them (a character has at most four bytes) are held back. Decoding starts a
-    few tokens back, since some tokenizers treat the first token of a text specially.
+    A character may span several tokens; until it is complete, decoding ends in replacement characters. Up to three of them (a
+    character has at most four bytes) are held back. Decoding starts a few tokens back, since some tokenizers treat the first
+    token of a text specially.
     """
     window: list[int] = []  # the tokens decoded together: those already shown, then the new ones
     shown = 0  # characters of the window's text that were given out
@@ -163,7 +163,7 @@ def _draws(
         read += pending
         cache.row_tokens = len(read)
         if switch is not None and cache.length <= switch < len(read):
-            # From here on keys have other angles: the text is read again.
+            # From here on RoPE angles differ: the text is prefilled again.
             cache.length, pending = 0, read
         for start in range(0, len(pending), prefill_tokens):
             piece = torch.tensor([pending[start : start + prefill_tokens]], device=device)

@@ -1,9 +1,9 @@
 """Writing a safetensors file one tensor at a time.
 
-The format is simple: eight bytes for the length of a JSON header, the header (for every tensor its dtype,
-shape and place), then the raw bytes. The library's own writer wants all tensors in host memory at once;
-here a tensor is fetched only when its turn comes, so saving a model that lives on an accelerator costs
-the memory of its largest tensor, not a second model. Reading stays with the library, which is good at it.
+The format is simple: eight bytes for the length of a JSON header, the header (for every tensor its dtype, shape and offsets),
+then the raw bytes. The library's own writer needs all tensors in host memory at once. Here a tensor is fetched just before it
+is written, so saving a model from an accelerator takes host memory for its largest tensor, not for a second model. The library
+does the reading.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TensorSource:
 def write_tensors(
     path: Path, tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]
 ) -> tuple[int, str]:
-    """Write a new safetensors file, down to the disk; its size and SHA-256, of the bytes as they were handed over."""
+    """Write a new safetensors file, down to the disk; its size and SHA-256, of the bytes passed to the system."""
     # Widest items first, so that every tensor starts at a multiple of its item size.
     order = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}

@@ -127,7 +127,16 @@ def refusals(size: str) -> Iterator[tuple[str, str]]:
 
 
 def measure() -> dict[str, dict[str, float]]:
-    return {name: _errors(SIZES[tiny_of(name)]) for name in FAMILIES}
+    return {name: _errors(SIZES[tiny_of(name)]) | {"plan": _plan_error(tiny_of(name))} for name in FAMILIES}
+
+
+def _plan_error(size: str) -> float:
+    """The planner's error in what autograd keeps for the backward pass: the largest of plain fp32, autocast and LoRA."""
+    from rush.plan.spec import spec_of
+    from tests.plan.test_plan_memory import kept_by_forward, planned, recipe_of
+
+    recipes = [recipe_of(size, *techniques) for techniques in ((), ("amp_bf16",), ("lora",))]
+    return max(abs(planned(spec_of(one, "cpu")) / kept_by_forward(one) - 1) for one in recipes)
 
 
 def _errors(shape: Shape) -> dict[str, float]:
@@ -215,20 +224,22 @@ def page() -> str:
     lines += [
         "", "## Against transformers", "",
         f"Largest differences relative to the largest value, at the tiny size, fp32 on a CPU, transformers "
-        f"{figures['transformers']}. Exported: transformers reads the folder that rush wrote.", "",
-        "| family | logits | gradients | exported logits |", "| --- | --- | --- | --- |",
+        f"{figures['transformers']}. Exported: transformers reads the folder that rush wrote. Plan: the planner's largest error in what "
+        "autograd keeps for the backward pass, of plain fp32, autocast and LoRA. Every tiny size lives a whole life in "
+        "`tests/lives/test_recipes.py`: trained, killed, resumed, exported, generated from.", "",
+        "| family | logits | gradients | exported logits | plan |", "| --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     for name, family in FAMILIES.items():
         found = figures["families"][name]
         errors = " | ".join(
             f"{found[key]:.0e}" if found[key] else "same bits" for key in ("logits", "gradients", "export")
         )
-        lines.append(f"| {family.title} | {errors} |")
+        lines.append(f"| {family.title} | {errors} | {100 * found['plan']:.1f} % |")
     lines += [
         "", "## Techniques", "",
         "A technique that is not refused here takes the family. The size decides, too: a head dim of 256, for example. On a CPU this is "
         "tested (`tests/techniques/test_families.py`). Windows, caps and scales of the GPU's kernels have tests in "
-        "`tests/gpu/test_families_gpu.py`, which hold on an H200; no whole run of a new family has been made on a GPU yet.",
+        "`tests/gpu/test_families_gpu.py`, which hold on an H200. What was trained there is in [performance.md](performance.md).",
         "", "| model | refused | because |", "| --- | --- | --- |",
     ]  # fmt: skip
     for name in FAMILIES:

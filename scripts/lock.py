@@ -169,7 +169,7 @@ def check(offline: bool) -> int:
         print(f"\n{item.platform.name}, Python {item.python}, {item.install}:\n{item.reason}")
     if failed:
         print(
-            f"\n{len(failed)} of {len(found)} installations have no solution. Mend pyproject.toml, or run: make lock"
+            f"\n{len(failed)} of {len(found)} installations have no solution. Fix pyproject.toml, or run: make lock"
         )
     return 2 if failed else 0
 

@@ -1,11 +1,11 @@
-"""Measure recipes that have nothing to do with each other, for the planner to be held against.
+"""Measure recipes that have nothing to do with each other, to compare the planner with.
 
     python scripts/plan_cases.py --out results/plan-cases-h200 --within 290
 
 A ladder goes up step by step; a planner is tested by recipes far apart. Each case of `plan_cases.toml` (or of another
 file) is a recipe with changes; each is timed and watched in a fresh process, briefly and once, without parity: figures of
 time and memory, no findings. The record is a ladder's, so that `rush plan --check` reads it. What was measured is kept: the
-same command goes on where it stopped, and after `--within` seconds no further case is begun.
+same command resumes where it stopped, and after `--within` seconds no further case is begun.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draw every page of results/ again from the record beside it: `python scripts/redraw_results.py`.
 
-Records stay as they were written. Pages follow the rules of now: what they call a gain, a close call, or nothing that can
+Records stay as they were written. Pages follow the current rules: what they call a gain, a close call, or nothing that can
 be told is read from the recorded intervals. Run it when a rule or a sentence changed.
 """
 

@@ -1,4 +1,4 @@
-"""Which launch shape is best for the 8-bit AdamW on this GPU: rows and warps, rounding to nearest and by chance.
+"""Which launch shape is best for the 8-bit AdamW on this GPU: rows and warps, round-to-nearest and stochastic rounding.
 
 First a check against the kernel's definition, then times beside a copy and torch's fused update. Half a minute.
 
@@ -25,7 +25,8 @@ from rush.kernels.adamw8bit.reference import adamw8bit_ as reference_
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SIZE = 2**28
 BYTES = 6 + 4 + 16 / 256
-"""Of a bf16 parameter: itself read and written, its gradient, two codes read and written, its part of two scales."""
+"""Bytes per bf16 parameter: itself read and written, its gradient, two quantized moments read and written, its share of two
+scales."""
 
 
 def say(line: str) -> None:
@@ -97,7 +98,7 @@ def sweep(values: tuple[Tensor, Tensor], copy_bytes_per_s: float, fused_ms: floa
         ms = median_ms(lambda update=update, steps=steps: update(step=next(steps)))
         rate = SIZE * BYTES / ms * 1e3
         say(
-            f"{'by chance' if chance else 'nearest  '} rows {rows:2} warps {warps}: {ms:.3f} ms, "
+            f"{'stochastic' if chance else 'nearest   '} rows {rows:2} warps {warps}: {ms:.3f} ms, "
             f"{rate / copy_bytes_per_s:.1%} of a copy, {fused_ms / ms:.2f}x torch fused"
         )
 

@@ -6,7 +6,7 @@ python scripts/tune_rows.py [--ops rope,swiglu] [--widths 2048,8192] [--seconds 
 The kernels choose by rules (`rush.kernels.support.row_tile` and `persistent_rows`, `BLOCK` and `NUM_WARPS` in their files), not
 by autotuning: a choice made anew in every process would change the last bits of a weight's gradient from run to run.
 This script is how the rules are checked. A variant is the kernel with some of those names replaced while it is called.
-All cores compile, then for each op and width every variant's results and gradients are held against float64, and they
+All cores compile, then for each op and width every variant's results and gradients are compared with float64, and they
 take turns under the clock (`rush.hardware.stopwatch`: the cache is overwritten before each call). The quickest three are timed
 once more, with the shape in use, Liger and a copy of as many bytes. The last thing printed is a table: what to change,
 and what it gives.

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -39,6 +40,9 @@ if find_spec("hypothesis"):  # which a GPU machine may lack
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # Of the session (`tests/forks.py`), which its workers inherit; a socket's path must be short.
+    os.environ["RUSH_TEST_FORKS"] = f"{tempfile.gettempdir()}/rush-tests-{os.getpid()}"
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     and threading.current_thread() is threading.main_thread()
@@ -61,6 +65,12 @@ def pytest_collection_finish() -> None:
     """What is there by now stays: without it, every full garbage collection of a test looks through a million objects."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """What waits there ends when the session has (`tests/forks.py`)."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["RUSH_TEST_FORKS"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

@@ -33,5 +33,8 @@ def _rates() -> tuple[str, str]:
         (file,) = Path(folder).iterdir()
     measured = {dtype: matmul("cpu", dtype, budget_s=0.05) for dtype in ("float32", "bfloat16", "float16")}
     rates = {dtype: samples for dtype, samples in measured.items() if not isinstance(samples, str)}
-    others = {"bandwidth": bandwidth("cpu", budget_s=0.05), "launching": launching("cpu", budget_s=0.05)}
+    others = {
+        "bandwidth": bandwidth("cpu", budget_s=0.05, size=2**20),
+        "launching": launching("cpu", budget_s=0.05),
+    }
     return file.name, json.dumps(replace(empty, matmul=rates, **others).to_dict())

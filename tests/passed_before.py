@@ -1,4 +1,4 @@
-"""Remembers which tests passed on exactly this tree, so that an interrupted `make test-all` goes on where it was.
+"""Remembers which tests passed on exactly this tree, so that an interrupted `make test-all` resumes.
 
     python -m pytest -p tests.passed_before --passed FILE
 
@@ -23,7 +23,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SNAPSHOT = "passed_before"
-"""What the workers are told, once: they must all collect the same tests."""
+"""The key under which the workers receive the passed tests once: they must all collect the same tests."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -79,7 +79,7 @@ def test_the_readme_is_read_in_a_few_minutes() -> None:
 @pytest.mark.parametrize("page", [*HAND_WRITTEN, *sorted(ROOT.glob("docs/finetuning/*.md"))], ids=_name)
 def test_every_command_that_a_page_shows_is_understood(page: Path) -> None:
     """Names of commands, options and the number of arguments; nothing is run."""
-    for words in _commands(page):
+    for words in commands_of(page):
         group: Any = command()
         names = list(words)
         while hasattr(group, "commands") and (names or not group.invoke_without_command):
@@ -96,7 +96,7 @@ def test_every_command_that_a_page_shows_is_understood(page: Path) -> None:
                 pytest.fail(f"{' '.join(words)}: {told()}")
 
 
-def _commands(page: Path) -> Iterator[list[str]]:
+def commands_of(page: Path) -> Iterator[list[str]]:
     """The words of every `rush` command in a block of shell commands, and in the README's table."""
     text = page.read_text("utf-8")
     for block in re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL):

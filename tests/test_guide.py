@@ -23,7 +23,7 @@ from rush.techniques import registry
 from scripts.guide import comparisons, notebook, pages
 from scripts.guide.book import CLOSE, MARKED, OPEN, WORDS, Trace, plain
 from scripts.guide.plans import RECORD, planned
-from tests.test_docs import _commands
+from tests.test_docs import commands_of
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = ROOT / "docs" / "guide"
@@ -198,7 +198,7 @@ def test_every_command_of_the_guide_is_understood() -> None:
     from rush.cli import command
 
     seen = 0
-    for words in _commands(GUIDE / "index.md"):
+    for words in commands_of(GUIDE / "index.md"):
         group: Any = command()
         names = list(words)
         while hasattr(group, "commands") and (names or not group.invoke_without_command):

@@ -24,7 +24,7 @@ SHARES = {
     "broken encoding": 0.10,
     "other language": 0.12,
 }
-"""Of the documents of raw.jsonl."""
+"""Fractions of the documents of raw.jsonl."""
 HELD_OUT = 0.1
 PROSE_WORDS = 25
 

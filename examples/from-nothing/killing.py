@@ -4,7 +4,7 @@
 
 starts the command and sends SIGKILL to it and to its children once RUN/metrics.jsonl has row STEP. The rows after the
 newest checkpoint, which a resumed run cuts away and writes again, are copied to ROWS.jsonl: what the resumed run writes
-instead can be held against them. A command that ends before STEP gives its exit code.
+instead can be compared with them. A command that ends before STEP gives its exit code.
 """
 
 from __future__ import annotations

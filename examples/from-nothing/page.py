@@ -215,7 +215,7 @@ def _kill_words(records: Records, rows: Sequence[dict[str, Any]]) -> str:
         apart = max(abs(row["loss"] - again[row["step"]]["loss"]) for row in lost)
         equal = sum(row["loss"] == again[row["step"]]["loss"] for row in lost)
         words.append(
-            f"SIGKILL {number} came after step {lost[-1]['step']:,}; the run went on from the checkpoint of step "
+            f"SIGKILL {number} came after step {lost[-1]['step']:,}; the run resumed from the checkpoint of step "
             f"{lost[0]['step'] - 1:,} and made {len(lost)} steps again. {equal} of their losses were equal to the last bit, the "
             f"largest difference was {apart:.2g}."
         )

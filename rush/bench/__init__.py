@@ -1,1 +1,1 @@
-"""`rush bench`: our recipes beside the baselines people use, and our kernels beside other libraries'."""
+"""`rush bench`: our recipes against common baselines, and our kernels against other libraries'."""

@@ -5,10 +5,10 @@ dtype PEFT gives them (fp32 beside a bf16 base), passes under bf16 autocast as t
 gradient checkpointing switched on by the library's own call.
 
 A quantized model is usually made by `from_pretrained` with a `BitsAndBytesConfig`. There is no folder to load here, so
-the same layers (`Linear4bit`: NF4, double quantization, bf16 compute, the head left out) are put in while the model
-has no memory, and each gets random weights on the device, drawn in bf16 and quantized one at a time: the model never
-exists in full. `prepare_model_for_kbit_training` is not called, in the baseline's favor: it would hold embeddings, head
-and norms in fp32, 2 GiB more for an 8B model.
+the same layers (`Linear4bit`: NF4, double quantization, bf16 compute, the head excluded) replace the model's on the
+meta device, and each gets random weights on the device, drawn in bf16 and quantized one at a time: the model never
+exists in full. `prepare_model_for_kbit_training` is not called, in the baseline's favor: it would hold embeddings,
+head and norms in fp32, 2 GiB more for an 8B model.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def quantized_model(
 
 
 def put_4bit_layers(model: Any, dtype: torch.dtype) -> None:
-    """bitsandbytes' layers in place of the blocks' linear ones, in a model that has no memory yet."""
+    """Replace the blocks' linear layers by bitsandbytes', in a model on the meta device."""
     layers = import_module("bitsandbytes.nn")
     for name, module in list(model.named_modules()):
         parent, _, own = name.rpartition(".")
@@ -84,10 +84,10 @@ def put_4bit_layers(model: Any, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def fill(model: Any, value_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Give every parameter of a model without memory its value; those of 4-bit layers are quantized as they come."""
+    """Materialize every parameter of a model on the meta device; those of 4-bit layers are quantized one by one."""
     kind: Any = import_module("bitsandbytes.nn").Params4bit
     tied: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    """By the id of the one without memory, which is kept so that no other gets the same id."""
+    """By the id of the meta parameter, which is kept alive so that no other gets the same id."""
     for module in list(model.modules()):
         for name, parameter in list(module._parameters.items()):
             if parameter is None or not parameter.is_meta:
@@ -116,7 +116,7 @@ def _fill_buffers(model: Any, device: torch.device) -> None:
 
 
 def weights_in_words(model: nn.Module) -> str:
-    """How many values are trained and how many are frozen, in which dtypes; codes of two weights each count as one."""
+    """How many values are trained and how many are frozen, in which dtypes; a byte with two 4-bit weights counts as one."""
     counts: Counter[tuple[bool, str]] = Counter()
     for parameter in model.parameters():
         counts[parameter.requires_grad, str(parameter.dtype).removeprefix("torch.")] += parameter.numel()

@@ -1,10 +1,9 @@
-"""Preference training by other people's code: TRL's DPOTrainer, or its loss written out over a plain transformers model.
+"""The baseline of preference training: TRL's DPOTrainer, or its loss reimplemented over a plain transformers model.
 
-A real DPOTrainer is built around the baseline's model, so that whatever it patches is patched, and its `compute_loss` is
-called with our pairs: padded to the longest, chosen answers first, the reference's log-probabilities computed once
-before (`precompute_ref_log_probs`), by its own method. What it keeps for its log is part of it. Loop, loader and update
-are ours, as for every baseline. Where TRL is not installed, the same loss is written out here; the workload's title
-says which of the two was measured.
+A real DPOTrainer is built around the baseline's model, with all its patches, and its `compute_loss` is called with our pairs:
+padded to the longest, chosen answers first, the reference's log-probabilities computed once before
+(`precompute_ref_log_probs`), by its own method. Its bookkeeping for logs is included. Loop, loader and update are ours, as for
+every baseline. Without TRL the same loss is implemented here; the workload's title states which of the two was measured.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class LibraryPreference(Preference):
 
 
 def trl_missing() -> list[str]:
-    """What keeps TRL's trainer from being the baseline here."""
+    """The missing packages because of which TRL's trainer cannot be the baseline here."""
     found = {name: find_spec(name) for name in TRL_NEEDS}
     # A folder of that name that happens to be on the path is found, too, but is no package.
     return [name for name, spec in found.items() if spec is None or spec.origin is None]
@@ -110,7 +109,7 @@ def _with_reference(batch: Batch) -> dict[str, Tensor]:
 
 
 class TrlLosses:
-    """A whole DPOTrainer, asked for losses only."""
+    """A complete DPOTrainer, used only for its loss."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, *, bf16: bool, checkpointing: bool) -> None:
         trl, datasets = import_module("trl"), import_module("datasets")

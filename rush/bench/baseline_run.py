@@ -2,8 +2,8 @@
 
 Only the model and its loss are the library's. Loader, learning rate, clipping, the update's groups and the
 clock are ours, the same for both sides, so that a ratio compares models and kernels and nothing else. The
-model is made from a configuration with random weights; nothing is downloaded. Conversations come one a row, filled up to the
-longest at hand, with the attention mask that every collator of the library makes.
+model is built from a configuration with random weights; nothing is downloaded. Each row holds one
+conversation, padded to the longest of the batch, with the attention mask of the library's collators.
 
 Liger patches the library the way its users do (`apply_liger_kernel_to_llama`, `_qwen3`, `_gemma3_text`). That rewrites
 names inside transformers for the whole process, which is why it happens only here, in a separate process.
@@ -54,7 +54,7 @@ INTERESTING = (
     "adam",
     "dequant",
 )
-"""Parts of kernel names that say which of a baseline's switches did something."""
+"""Parts of kernel names that show which of a baseline's settings took effect."""
 LIGER = ("rms_norm_forward_kernel", "liger_cross_entropy_kernel", "triton_rope")
 LIGER_GATES = {"silu": "swiglu_forward_kernel", "gelu": "geglu_tanh_forward_kernel"}
 LIBRARIES = {
@@ -132,7 +132,7 @@ def measure_run(
     *,
     references: bool = False,
 ) -> None:
-    """Time the steps of what `build` makes, then watch one: which kernels ran, and whether those wanted did.
+    """Time the steps of the built run, then profile one: which kernels ran, and whether the expected ones did.
 
     `references`: the log-probabilities that preferences are compared with, from the baseline's own first weights.
     """
@@ -274,7 +274,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _watch(run: Run, stepper: Stepper, wanted: Sequence[str]) -> list[dict[str, Any]]:
-    """Which telling kernels ran in a step; nothing on a CPU, which has no kernels to see."""
+    """The characteristic kernels that ran in a step; none on a CPU."""
     if run.device.type != "cuda":
         return []
     with torch.profiler.profile(

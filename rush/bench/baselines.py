@@ -1,19 +1,19 @@
-"""End to end: our recipes beside the baselines people use, measured in one command.
+"""End to end: our recipes against common baselines, measured in one command.
 
-Both sides get the same model shape, the same batch, the same text and our own loop. Their processes
-alternate (baseline, ours, baseline, ours …), each fresh, so that a machine that grows hot does so under both. The
-ratio carries an interval; ours also carry the evidence of their techniques and a parity verdict against
-plain fp32, and a short life (`usable.py`): a ratio without them is not a finding. A recipe that learns something else by design (adapters) is held
-against the same method in fp32 without anything that is there for speed: same adapters, same quantized base.
+Both sides get the same model shape, the same batch, the same text and our own loop. Their processes alternate (baseline, ours,
+baseline, ours …), each fresh, so that a machine that gets hot affects both. The ratio has an interval; ours also have the
+evidence of their techniques, a parity verdict against plain fp32, and a short life (`usable.py`): a ratio without them is not a
+finding. A recipe that changes by design what is learned (adapters) is compared with the same method in fp32 without any
+technique for speed: same adapters, same quantized base.
 
-A library's weights are as random as ours but not the same ones, so the losses of the two sides are not compared here; that
-both compute the same loss from the same weights is for the tests to show, at a small shape. (nanoGPT's baseline begins with ours.)
+A library's random weights differ from ours, so the losses of the two sides are not compared here; tests at a small shape show
+that both compute the same loss from the same weights. (nanoGPT's baseline starts from our weights.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,8 @@ from rush.techniques.api.own_files import package_digests
 from rush.training.corpus import open_corpus
 from rush.version import __version__
 
-
-@dataclass(frozen=True)
-class ModelProgress:
-    workload: str
-    doing: str
-    done: int
-    total: int
-
-
-Watch = Callable[[ModelProgress], None]
+Watch = Callable[[str, str, int, int], None]
+"""Called with the measured item, the current action, and how many of the items are done."""
 
 
 def bench_models(
@@ -62,7 +54,7 @@ def bench_models(
     folder: Path,
     *,
     extra_techniques: Sequence[Path] = (),
-    watch: Watch = lambda progress: None,
+    watch: Watch = lambda *_: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> ModelRecord:
     """Measure these workloads into `folder`, or resume the bench there. Writes and returns the record."""
@@ -78,7 +70,7 @@ def bench_models(
             for workload in workloads:
                 match = LongestSequence(workload, bench) if workload.longest else Match(workload, bench)
                 for what in match.rounds():
-                    watch(ModelProgress(workload.name, what, done, total))
+                    watch(workload.name, what, done, total)
                     match.go()
                     done += 1
                     _put(record, match.record())
@@ -106,7 +98,7 @@ class Match:
         self._next: tuple[RungState, int] | None = None
 
     def rounds(self) -> Iterator[str]:
-        """What is measured next, in order: in every round the baseline first, then each of ours."""
+        """The next measurements, in order: in every round the baseline first, then each of ours."""
         for number in range(self.workload.measure.processes):
             for state in (self.baseline, *self.ours):
                 if number and not state.measured:
@@ -237,7 +229,7 @@ def memory_target_of(at_most: float, rung: RungRecord, baseline: RungRecord | No
 
 
 def _unproved(rung: RungRecord) -> list[str]:
-    """What keeps a figure from being a finding."""
+    """Why a figure is not a finding."""
     parity, problems = rung.get("parity") or {}, []
     if parity.get("verdict") != "equal":
         why = parity.get("why", "no trace was made")

@@ -1,15 +1,14 @@
 """Several records of the same thing as one: the median of all, with an interval over all of them.
 
 Records are of the same thing if they have the same workload, the same baseline, the same techniques with the same knobs
-(recipes go by what they measured, not by the name they had) and the same kind of machine. Where a recipe of that name had
-other techniques before, those of its latest record count. A kernel has no recipe: records with another key, which its
-sources are part of, are of another kernel.
+(recipes are identified by content, not by name) and the same kind of machine. If a recipe of that name had other techniques
+before, those of its latest record count. A kernel has no recipe: its key, which covers its sources, identifies it.
 
-A record against a baseline of another kind than the workload has now keeps its ratio, in a row of its own whose title and
-verdict say so: `nanoGPT's setting` was our own plain GPT-2 before `rush.bench.nanogpt`.
+A record against a baseline of another kind than the workload has now keeps its ratio, in a separate row whose title and verdict
+state it: `nanoGPT's setting` was our own plain GPT-2 before `rush.bench.nanogpt`.
 
-What a record calls equal is judged again by the rule of now from the losses it holds, since rules become stricter when they
-are found out; a record that is not equal is no finding, and its speed is in no median.
+A recorded verdict of equal is judged again by the current rule from the recorded losses, since rules have become stricter; a
+record that is not equal is not a finding, and its speed is in no median.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ def _is_former(work: WorkloadRecord) -> bool:
 
 
 def _by_names_of_now(record: ModelRecord) -> ModelRecord:
-    """What was measured has the name that the list of workloads gives these techniques now: recipes change, records do not."""
+    """Give a measured recipe its current name, by its techniques: recipes change, records do not."""
     known = _known()
     for work in record["workloads"]:
         if _is_former(work) and work["rival_kind"] == "recipe":
@@ -183,7 +182,7 @@ def _identity(techniques: Sequence[str | Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def _judged_again(record: ModelRecord) -> ModelRecord:
-    """With what was called equal and is not by the rule of now."""
+    """With verdicts of equal that the current rule does not confirm marked as such."""
     for work in record["workloads"]:
         for ours in work.get("ours", ()):
             found = ours["rung"].get("parity") or {}
@@ -238,7 +237,7 @@ def _by_identity(targets: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str,
 
 
 def title_of(workload: str, name: str) -> str:
-    """What tells ours apart from all others: its name, with the workload's where several have that name (`qlora`)."""
+    """A unique name of ours: its name, with the workload's if several have that name (`qlora`)."""
     return name if name.startswith(workload) else f"{workload}: {name}"
 
 

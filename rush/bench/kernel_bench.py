@@ -1,9 +1,8 @@
 """The kernel bench: each op against plain torch, compiled torch and the libraries that are installed.
 
-The ops are measured in a process of their own, one after another, so that a kernel that takes the device
-down, or never ends, costs one op: it is recorded with its reason, and another process measures the rest.
-Results are stored per op, keyed by the machine and the code, so an interrupted bench resumes, and a changed kernel is
-measured again.
+The ops are measured in a separate process, one after another. A kernel that crashes the device or hangs loses only
+one op: it is recorded with its reason, and another process measures the rest. Results are stored per op, keyed by the
+machine and the code, so an interrupted bench resumes, and a changed kernel is measured again.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
@@ -38,10 +36,10 @@ from rush.records.kernels import (
 from rush.records.lock import FolderLock
 
 MARK = "@bench "
-"""Begins the lines by which the measuring process speaks: compilers and libraries print, too."""
+"""Prefix of the measuring process's messages on standard output, where compilers and libraries print, too."""
 PROCESS = "rush.bench.kernel_process"
 LIMIT_S = 240.0
-"""An op without output for so long is ended; compiling one function takes seconds."""
+"""Seconds without output after which an op is ended; compiling one function takes seconds."""
 
 FORMULAS = {
     "time_ms": "device time by events (on a CPU the clock), the cache overwritten and the host ahead before each call; "
@@ -59,17 +57,8 @@ FORMULAS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class KernelProgress:
-    """The op, what is being done with it, and how many are done."""
-
-    op: str | None
-    doing: str
-    done: int
-    total: int
-
-
-Watch = Callable[[KernelProgress], None]
+Watch = Callable[[str, str, int, int], None]
+"""Called with the measured item, the current action, and how many of the items are done."""
 
 
 def choose(asked: Sequence[str]) -> list[str]:
@@ -87,7 +76,7 @@ def bench_kernels(
     *,
     quick: bool = False,
     device: str = "auto",
-    watch: Watch = lambda progress: None,
+    watch: Watch = lambda *_: None,
 ) -> KernelRecord:
     """Measure these ops into `folder`, or resume the bench there. Writes and returns the record."""
     chosen = choose(ops)
@@ -131,7 +120,7 @@ def assemble(folder: Path, ops: Sequence[str], started: str, quick: bool) -> Ker
 
 
 class _Child:
-    """One process that measures ops until it is done or lost."""
+    """One process that measures ops until it is done or crashes."""
 
     def __init__(self, ops: Sequence[str], folder: Path, quick: bool, device: str) -> None:
         self.ops, self.folder = list(ops), folder
@@ -175,7 +164,7 @@ class _Child:
                 if message.get("done"):
                     assert op is not None
                     left.remove(op)
-                watch(KernelProgress(op, message.get("doing", "done"), total - len(left), total))
+                watch(op or "machine", message.get("doing", "done"), total - len(left), total)
                 op = None if message.get("done") else op
         finally:
             end_session(self.process.pid)

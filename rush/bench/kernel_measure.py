@@ -1,9 +1,9 @@
 """One op on this device: every contender checked and timed at every size, and its memory measured.
 
-For each size the exact result is computed once. Every contender is then called on a copy of the inputs of
-its own: the first call compiles, the second is checked against the exact result and its peak memory is
-measured, and those that are left are timed in turns. What a contender cannot do (not installed,
-refused, out of memory, an exception) is a row with a reason; the others continue.
+For each size the exact result is computed once. Every contender is then called on its own copy of the inputs:
+the first call compiles, the second is checked against the exact result and its peak memory is measured, and
+the remaining contenders are timed in turns. A contender that fails (not installed, refused, out of memory, an
+exception) is a row with a reason; the others continue.
 """
 
 from __future__ import annotations

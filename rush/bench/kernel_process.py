@@ -1,9 +1,8 @@
 """The inside of a kernel bench: `python -m rush.bench.kernel_process SPEC`.
 
-Measures the ops that the spec names, one after another, and writes each op's rows to a file of its own
-after every size. A kernel that takes the device down takes this process with it; the parent sees which op
-it was, records it, and starts another process for the rest. Progress is reported on standard output,
-one JSON object a line.
+Measures the ops of the spec, one after another, and writes each op's rows to a separate file after every
+size. A kernel that crashes the device ends this process; the parent sees which op it was, records it, and
+starts another process for the rest. Progress goes to standard output, one JSON object per line.
 """
 
 from __future__ import annotations

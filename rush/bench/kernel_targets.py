@@ -1,7 +1,7 @@
-"""The figures our kernels must reach, and what they reached: one line per target, size and pass.
+"""The targets of our kernels, and the measured results: one line per target, size and pass.
 
-A target counts as reached only if what our kernel computed was equal to the reference there. The interval
-beside a ratio is the bootstrap's over the samples of both, so a reader sees how near a call it was.
+A target counts as reached only if our kernel's result was equal to the reference. The interval of a ratio is the bootstrap's
+over the samples of both, so a reader sees how close the result is.
 """
 
 from __future__ import annotations

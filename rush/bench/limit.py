@@ -1,9 +1,9 @@
-"""How near a recipe is to its limit: the least time of its matmuls and attention, over the time they took with everything else.
+"""How close a recipe is to its limit: the minimum time of its matmuls and attention over the measured step time.
 
-The limit takes no norm, no cast, no update and no wait into account, and nothing is recomputed. Matmuls run at the rate of a
-large one of their dtype, as `rush probe` measured it; attention at the best rate that `rush bench kernels flash_attention` found on
-the same kind of machine, with the same head dim and the nearest sequence length. So 100 % is not reachable, and what is missing
-is what kernels, fusion and overlap could still gain.
+The limit includes no norm, no cast, no update, no wait and no recomputation. Matmuls run at the rate of a large one of their
+dtype, as `rush probe` measured it; attention at the best rate that `rush bench kernels flash_attention` found on the same kind
+of machine, with the same head dim and the nearest sequence length. So 100 % is not reachable; the gap is what kernels, fusion
+and overlap could still gain.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class AttentionRate:
     head_dim: int
     sequence: int
     flops_per_s: float
-    """Of forward and backward together, in 16 bits."""
+    """FLOP/s of forward and backward together, in 16 bits."""
 
 
 def attention_rates(records: Iterable[KernelRecord]) -> list[AttentionRate]:
-    """The fastest attention that was right, whoever wrote it, at each head dim and length."""
+    """The fastest correct attention, of any library, at each head dim and length."""
     best: dict[tuple[int, int], float] = {}
     for record in records:
         rows: list[dict[str, Any]] = [
@@ -68,6 +68,6 @@ def limit_s_per_token(spec: Spec, target: TargetMachine, rates: Iterable[Attenti
 def share_of_limit(
     spec: Spec, target: TargetMachine, rates: Iterable[AttentionRate], tokens_per_s: float
 ) -> float | None:
-    """Of rows of one document each: a row of many, or one with padding, has less attention than its length says."""
+    """For rows of one document each: packed or padded rows have less attention than their length implies."""
     least = limit_s_per_token(spec, target, rates)
     return None if least is None else least * tokens_per_s

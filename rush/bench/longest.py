@@ -1,11 +1,11 @@
 """How long a sequence fits into a given memory, found with few trials.
 
-A step of a hundred thousand tokens takes a minute, so lengths are not searched by halving: memory grows by a straight
-line in the length, two short trials fix the line, and the third is made where the line meets the limit, with a
-little room. Where that one does not fit (an allocator cannot use the last gap), it is tried a little shorter. What
-is reported was run: the longest that fitted, with its time and memory, and the shortest that did not. Steps of that
-length take minutes, so the first one is the only one, compiling and all: its speed is a lower bound. What the techniques
-leave in a profile, whether the recipe learns what it should and can be trained with, is seen at the shortest length.
+A step of a hundred thousand tokens takes a minute, so there is no bisection: memory is linear in the length,
+two short trials determine the line, and the third runs where the line meets the limit, with a small margin.
+If that does not fit (fragmentation), a slightly shorter one is tried. Everything reported was run: the
+longest that fitted, with its time and memory, and the shortest that did not. Steps of that length take
+minutes, so there is only one, including compilation: its speed is a lower bound. Evidence, parity and the
+short life are checked at the shortest length.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RETRIES = 3
 
 
 class LongestSequence:
-    """One workload that asks for the longest sequence."""
+    """One workload for the longest sequence."""
 
     def __init__(self, workload: WorkloadSpec, bench: Bench) -> None:
         assert workload.longest is not None
@@ -54,7 +54,7 @@ class LongestSequence:
         self._next = 0
 
     def rounds(self) -> Iterator[str]:
-        """What is tried next: the probes, then the length the line gives, then shorter ones until one fits."""
+        """The next lengths: the probes, then the predicted length, then shorter ones until one fits."""
         for size in self.wanted.probes:
             yield self._ask(size)
             if not self._fits(size):

@@ -1,14 +1,13 @@
-"""nanoGPT's GPT-2 as a baseline: written out with plain torch, and run with nanoGPT's own settings.
+"""nanoGPT's GPT-2 as a baseline: reimplemented with plain torch, and run with nanoGPT's own settings.
 
 Our plain GPT-2 with the same techniques would be the wrong baseline: its techniques pin FlashAttention-2's operator, where
-`F.scaled_dot_product_attention` lets torch choose, and torch 2.11 chooses cuDNN's kernels on Hopper. It also has biases,
-whose gradients are a reduction over all tokens in every layer; nanoGPT's default has none. So nothing of our model or of our
-techniques is in here: torch's modules, autocast in bf16, `torch.compile` of the whole module, fused AdamW, TF32 where a
-matmul is still fp32. As nanoGPT's forward does, ours returns the logits beside the loss, and the loop holds them until the
-backward pass is over.
+`F.scaled_dot_product_attention` lets torch choose, and torch 2.11 chooses cuDNN's kernels on Hopper. It also has biases, whose
+gradients are a reduction over all tokens in every layer; nanoGPT's default has none. So this file uses nothing of our model or
+our techniques: torch's modules, autocast in bf16, `torch.compile` of the full module, fused AdamW, TF32 for the remaining fp32
+matmuls. Like nanoGPT's forward, it returns the logits with the loss, and the loop holds them until the backward pass ends.
 
-The names of the modules are those of our GPT-2, and so are the initial weights: from the same seed both sides begin with
-the same loss. Without biases nothing is lost at the beginning, since they start at zero.
+Module names and initial weights are those of our GPT-2: with the same seed both sides start from the same loss. Omitting the
+biases changes nothing initially, since they start at zero.
 
 Shapes: b batch, t position, h heads, d width of a head or of the residual stream, v vocabulary.
 """
@@ -42,7 +41,7 @@ GELUS = get_args(Gelu)
 
 @dataclass(frozen=True)
 class NanoGPTOptions:
-    """What may differ between two runs of nanoGPT, and what a test leaves out."""
+    """nanoGPT's settings, some of which tests turn off."""
 
     biases: bool = False
     """Biases in linear layers and norms; nanoGPT's default has none, the published GPT-2 has them."""

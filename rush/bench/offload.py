@@ -1,10 +1,10 @@
-"""`rush bench offload`: inference of a model that is larger than the device, beside accelerate's.
+"""`rush bench offload`: inference of a model that is larger than the device, against accelerate.
 
-Each token needs every layer's weights on the device, so a token takes as long as reading the model over the slowest link on the way:
-host memory or a disk. What is timed is that, on random weights of a shape, which are written once as a Hugging Face folder that
-both contenders read. Each contender runs in fresh processes, in turns; speed is the median over the tokens after the first, with
-its interval over processes. Both choose greedily, so their tokens can be compared. A shape that does not fit host or disk is timed with
-fewer layers; the time of a token grows by the same amount with each, which the whole shape's rate is computed from, and so marked.
+Each token needs every layer's weights on the device, so a token takes as long as reading the model over the slowest link: host
+memory or disk. The benchmark times this on random weights, written once as a Hugging Face folder that both contenders read.
+Contenders run in fresh processes, in turns; speed is the median over the tokens after the first, with its interval over
+processes. Both decode greedily, so their tokens can be compared. A shape that does not fit host or disk is timed with fewer
+layers; the time per token is linear in the number of layers, so the full shape's rate is extrapolated, and marked as such.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def weight_bytes(shape: Shape, dtype: str) -> int:
 
 
 def write_random(shape: Shape, target: Path, dtype: str) -> Path:
-    """A Hugging Face folder with random weights of the shape; what is whole already is taken as it is."""
+    """A Hugging Face folder with random weights of the shape; an existing complete folder is reused."""
     mark = target / "whole.json"
     if mark.is_file():
         return target

@@ -1,8 +1,9 @@
-"""One contender of `rush bench offload` in a process of its own: python -m rush.bench.offload_process '{"contender": "rush", …}'
+"""One contender of `rush bench offload` in a fresh process: python -m rush.bench.offload_process '{"contender": "rush", …}'
 
-Both keep embedding, final norm and LM head on the device and load a layer's weights when its turn comes; both keep a KV cache. rush
-generates as `rush generate --offload` does. accelerate's hooks are driven by a plain loop over transformers' forward, one token at a
-time, so nothing but the model is timed. On a CPU the "device" is the CPU as well: that shows that it works, and no speed.
+Both keep embedding, final norm and LM head on the device and load a layer's weights just before its forward;
+both use a KV cache. rush generates as `rush generate --offload` does. accelerate's hooks run in a plain loop
+over transformers' forward, one token at a time, so only the model is timed. On a CPU the "device" is the CPU
+as well: a functional test without a meaningful speed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The workloads of `rush bench models`, as `workloads.toml` beside this file lists them.
 
-A workload is a model and a batch, one baseline, and one or more of our recipes with what each must reach: a ratio of
-tokens per second, and perhaps one of memory. Or it asks how long a sequence fits, and has no baseline but a published figure.
-Everything becomes recipes here, so that what is measured can be read, and run by itself with `rush train`.
+A workload is a model and a batch, one baseline, and one or more of our recipes with their targets: a ratio of
+tokens per second, and optionally one of memory. Or it measures the longest sequence that fits, with a
+published figure instead of a baseline. Everything becomes recipes here, which can be read, and run with `rush
+train`.
 """
 
 from __future__ import annotations

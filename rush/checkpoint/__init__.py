@@ -1,1 +1,1 @@
-"""Checkpoints: what a training state is, its snapshot, how it is written, read and restored, by one rank or many."""
+"""Checkpoints: the training state, its snapshot, writing, reading and restoring it, on one rank or many."""

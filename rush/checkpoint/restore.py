@@ -9,8 +9,8 @@ That is what one rank writes. Several write pieces, `model-00001-of-00004.safete
 offsets. Either is read by any layout: each rank reads its own shards.
 
 Names, shapes and dtypes are compared before the first value is copied, so a checkpoint that does not fit leaves the model
-unchanged. There is no pickle: reading an untrusted checkpoint runs no code. Of a model with adapters only the trained tensors
-are saved; state.json records the frozen base.
+unchanged. There is no pickle: reading an untrusted checkpoint runs no code. For a model with adapters only the trained
+tensors are saved; state.json records the frozen base.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def _alike(saved: Any, ours: Any) -> bool:
     if isinstance(ours, tuple):
         return isinstance(saved, list) and len(saved) == len(ours) and all(map(_alike, saved, ours))
     if isinstance(ours, bool) or ours is None:
-        # A flag says which state there is (amsgrad) or what an update does with it: it is the recipe's, not the checkpoint's.
+        # Flags (such as amsgrad) select the state or the update: the recipe sets them, not the checkpoint.
         return (isinstance(saved, bool) or saved is None) and bool(saved) == bool(ours)
     if isinstance(ours, int | float | Tensor):
         number = isinstance(saved, int | float) and not isinstance(saved, bool)

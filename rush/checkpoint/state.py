@@ -1,8 +1,8 @@
 """A training state as named tensors and a JSON table; and the states of random generators.
 
 Optimizer tensors are named after their parameter ("blocks.0.mlp.up.weight/exp_avg"), those of a group after its number
-("group.0/lr"). Names, not positions, tie a tensor to its place: a list index silently means something else once
-a layer is added.
+("group.0/lr"). Names, not positions, identify a tensor: a list index silently changes its meaning once a layer is
+added.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class BaseDigests(TypedDict):
     """Which base adapters belong to. Old checkpoints have `identity`, of some of its values, in place of `values`."""
 
     digest: str
-    """Of its exact values."""
+    """Digest of its exact values."""
     values: NotRequired[str]
-    """Of its values rounded to bf16."""
+    """Digest of its values rounded to bf16."""
     identity: NotRequired[str]
     adapters: dict[str, Annotated[dict[str, Any], AfterValidator(_adapter_settings)]]
     """The spec of each layer's adapter."""

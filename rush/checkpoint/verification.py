@@ -1,7 +1,7 @@
-"""Verification of a checkpoint by all ranks: each reads some of its files, and damage that one finds counts for all.
+"""Verification of a checkpoint by all ranks: each reads some of its files, and damage found by one counts for all.
 
-A checkpoint of a large model takes minutes to read, and ranks share the work. So each rank also reports which files it has read:
-a file that nobody read, or ranks that see different folders, must not pass as intact.
+A checkpoint of a large model takes minutes to read, so ranks share the work. Each rank also reports which files it has read: a
+file that no rank read, or ranks that see different folders, must not pass as intact.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rush.records.checkpoint_store import Checkpoint, CheckpointStore, OnDamaged
 
 
 class RankReport(TypedDict):
-    """What one rank has found of a checkpoint."""
+    """One rank's result for a checkpoint."""
 
     problem: str
-    """Empty where nothing is wrong with its files."""
+    """The problem with its files; empty if there is none."""
     read: list[str]
     """The files whose every byte it has read."""
     seal: str
@@ -46,7 +46,7 @@ def newest_good(store: CheckpointStore, ranks: Ranks, on_damaged: OnDamaged) -> 
 
 
 def _verify_share(path: Path, ranks: Ranks) -> tuple[CheckpointManifest | None, RankReport]:
-    """Read this rank's files. Whatever is wrong is reported, not raised: the other ranks wait for the report."""
+    """Read this rank's files. Problems are reported, not raised: the other ranks wait for the report."""
     try:
         manifest = read_manifest(path)
         check_sizes(path, manifest)
@@ -61,7 +61,7 @@ def _verify_share(path: Path, ranks: Ranks) -> tuple[CheckpointManifest | None, 
 
 
 def _problem(path: Path, reports: Sequence[RankReport], ranks: Ranks) -> str:
-    """What is wrong with a checkpoint, by the reports of all ranks; the same on every rank."""
+    """The problem with a checkpoint, from the reports of all ranks; the same on every rank."""
     if problems := [report["problem"] for report in reports if report["problem"]]:
         return problems[0]
     if others := [str(rank) for rank, report in enumerate(reports) if report["seal"] != reports[0]["seal"]]:

@@ -7,9 +7,11 @@ line, shows the traceback.
 
 from __future__ import annotations
 
+import errno
 import re
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -58,7 +60,7 @@ LONGEST_COMPLAINT = 600
 
 
 class Commands(typer.core.TyperGroup):
-    """All commands. Typer's complaint about an option repeats what was typed, however long that is: its middle is left out."""
+    """All commands. Typer's error message about an option repeats the typed text: this class shortens a long one."""
 
     def make_context(self, *given: Any, **named: Any) -> Any:
         with _shortened():
@@ -145,9 +147,23 @@ def _reflow(command: Any) -> None:
         _reflow(inner)
 
 
-def _of_this_machine(error: Exception) -> str | None:
-    """A sentence for what the system refused: memory, a file, a disk. None for errors that are bugs."""
-    if isinstance(error, OSError) and error.errno is not None:
+def _of_own_file(error: BaseException) -> str | None:
+    """The message for what the file of a `--technique` raises outside of a run, as in its `requires`."""
+    from rush.techniques.api.own_files import MODULE_PREFIX
+
+    lines = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__", "")).startswith(MODULE_PREFIX)
+    ]
+    return (
+        f"{first_line(error)}. {lines[-1]}, given by --technique, is on the stack: fix it." if lines else None
+    )
+
+
+def _of_this_machine(error: BaseException) -> str | None:
+    """The message for an error of the operating system: memory, a file, a disk. None for errors that are bugs."""
+    if isinstance(error, OSError) and error.errno not in (None, errno.ENOMEM):
         where = f" {error.filename}" if error.filename is not None else " a file"
         return f"Cannot read or write{where}: {error.strerror or error}. Give another path, or look at the system's limits."
     from rush.hardware.memory_use import out_of_memory
@@ -178,7 +194,7 @@ def main(arguments: list[str] | None = None) -> None:
         if readers is None or not isinstance(cause, BrokenPipeError) or readers.left():
             raise
         print_error(
-            "a process that this command had started ended before it was done; start the command again. "
+            "a process started by this command ended too early; run the command again. "
             f"{log_unexpected(cause, f'rush {shlex.join(words)}')}"
         )
         status.code = MachineError.exit_code
@@ -195,10 +211,10 @@ def main(arguments: list[str] | None = None) -> None:
         typer.secho("interrupted", err=True)
         status.code = 130
         sys.exit(130)
-    except Exception as error:
+    except BaseException as error:
         if debug:
             raise
-        if (refusal := _of_this_machine(error)) is not None:
+        if (refusal := _of_own_file(error) or _of_this_machine(error)) is not None:
             print_error(f"{refusal} {log_unexpected(error, f'rush {shlex.join(words)}')}")
             status.code = MachineError.exit_code
             sys.exit(MachineError.exit_code)

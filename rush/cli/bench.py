@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rush.cli.options import Device, ExtraTechniques, Json
-from rush.cli.output import note, print_json, print_table, say
+from rush.cli.output import next_step, note, print_json, print_table, say
 from rush.errors import RecipeError
 from rush.records.step_gap import parity_words
-from rush.records.targets import target_word
+from rush.records.targets import CLOSE_CALL, target_word
 
 if TYPE_CHECKING:
     from rush.records.kernels import KernelRecord, KernelRow
@@ -62,7 +62,7 @@ def kernels(
             folder,
             quick=quick,
             device=device,
-            watch=lambda p: show(p.op or "machine", p.doing, p.done, p.total),
+            watch=show,
         )
     write_kernel_report(folder, folder / "report.html")
     if json:
@@ -70,6 +70,7 @@ def kernels(
         return
     _show_kernels(record)
     typer.echo(f"Record: {folder / 'kernels.json'}\nReport: {folder / 'report.html'}")
+    next_step("rush", "ladder", "here", why="what they gain in a whole step")
 
 
 @app.command("offload")
@@ -97,10 +98,10 @@ def offload(
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Time inference with layers in host memory or on disk, beside accelerate's: tokens per second and memory.
+    """Time inference with layers in host memory or on disk, against accelerate: tokens per second and memory.
 
-    The weights are random, of the shape, and are written to the output folder once. Both contenders read the same files and
-    generate greedily, in fresh processes and in turns.
+    The weights are random and are written to the output folder once. Both contenders read the same files and
+    generate greedily, in fresh processes that take turns.
 
     Examples:
 
@@ -133,6 +134,7 @@ def offload(
         print_table(COLUMNS, table_rows(record, name), title=f"{name}, {record['dtype']}")
     typer.echo(f"Record: {folder / 'offload.json'}\nPicture: {folder / 'offload.svg'}")
     typer.echo(f"Weights: {folder / 'models'} (kept for another run; delete them when you are done)")
+    next_step("rush", "generate", "MODEL", "--offload", "cpu", "--prompt", "Once upon a time")
 
 
 def _places(given: str) -> list[str]:
@@ -201,7 +203,8 @@ def _show_kernels(record: KernelRecord) -> None:
     ]
     if record["interpreted"]:
         typer.echo(
-            "Kernels without a CPU implementation ran in the interpreter: their results were checked, their speed was not measured."
+            "Kernels without a CPU implementation ran in the interpreter: their results were checked, their "
+            "speed was not measured."
         )
     if targets:
         print_table(["kernel", "size", "pass", "target", "reached", ""], targets, title="Targets")
@@ -256,8 +259,9 @@ def models(
         int | None,
         typer.Option(
             metavar="TOKENS",
-            help="Afterwards race every recipe of ours with a STATISTICAL technique against itself without, over so many tokens, with "
-            "three seeds: its net beside its speed.",
+            help="Afterwards race each of our recipes that has STATISTICAL techniques against itself without "
+            "them, over this many tokens, with "
+            "three seeds: net speedup in addition to speed.",
             min=1,
         ),
     ] = None,
@@ -298,7 +302,7 @@ def models(
             workloads,
             folder,
             extra_techniques=files,
-            watch=lambda p: show(p.workload, p.doing, p.done, p.total),
+            watch=show,
             note=notes,
         )
         race_models(record, folder, race, techniques=[str(file) for file in files], note=notes)
@@ -309,6 +313,7 @@ def models(
         return
     _show_models(record)
     typer.echo(f"Record: {folder / 'models.json'}\nReport: {folder / 'report.html'}")
+    next_step("rush", "recipes", why="the ready recipes with these techniques")
 
 
 def _show_models(record: ModelRecord) -> None:
@@ -319,9 +324,9 @@ def _show_models(record: ModelRecord) -> None:
         if "longest" in workload:
             _show_longest(workload["longest"], title)
         else:
-            rows = [_model_row(workload["rival"], None)]
+            rows = [model_row(workload["rival"], None)]
             for ours in workload["ours"]:
-                rows.append(_model_row(ours["rung"], dict(ours["target"]), primary=ours.get("primary", True)))
+                rows.append(model_row(ours["rung"], dict(ours["target"]), primary=ours.get("primary", True)))
                 if memory := ours["target"].get("memory"):
                     rows.append(_memory_row(dict(memory)))
             columns = ["recipe", "tokens/s", "memory", "parity", "ratio", "target", "verdict"]
@@ -334,7 +339,7 @@ def _show_models(record: ModelRecord) -> None:
             note(f"  {took['who']} took {took['wall_s']:.0f} s{f': {parts}' if parts else ''}")
 
 
-def _model_row(rung: RungRecord, target: dict[str, Any] | None, *, primary: bool = True) -> list[str]:
+def model_row(rung: RungRecord, target: dict[str, Any] | None, *, primary: bool = True) -> list[str]:
     speed, memory = rung.get("tokens_per_s"), rung.get("peak_memory_bytes")
     parity = rung.get("parity")
     row = [
@@ -347,18 +352,18 @@ def _model_row(rung: RungRecord, target: dict[str, Any] | None, *, primary: bool
         return [*row, "", "", "baseline" if speed else f"{rung['status']}: {rung['reason']}"[:80]]
     reached = target["reached"]
     ratio = f"{reached:.3f}× ({target['ci95'][0]:.3f} to {target['ci95'][1]:.3f})" if reached else "-"
-    return [*row, ratio, f"≥ {target['at_least']:g}×", _verdict(target)]
+    return [*row, ratio, f"≥ {target['at_least']:g}×", verdict_of(target)]
 
 
 def _memory_row(target: dict[str, Any]) -> list[str]:
     """The memory target, below the speed target."""
     reached = f"{target['reached']:.3f}×" if target["reached"] else "-"
-    return ["", "", "", "", f"memory {reached}", f"≤ {target['at_most']:g}×", _verdict(target)]
+    return ["", "", "", "", f"memory {reached}", f"≤ {target['at_most']:g}×", verdict_of(target)]
 
 
-def _verdict(target: dict[str, Any]) -> str:
-    word, why = target_word(target), target["why"] or ""
-    return f"{word}{': ' + why.removeprefix('a close call: ') if why else ''}"[:90]
+def verdict_of(target: dict[str, Any]) -> str:
+    word, why = target_word(target), target["why"]
+    return word if word == CLOSE_CALL else f"{word}: {why}"[:90] if why else word
 
 
 def _show_longest(longest: LongestRecord, title: str) -> None:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from rush.cli.options import ExecutorOptions, Json, parse_options
-from rush.cli.output import echo, note, print_json, print_table
+from rush.cli.output import echo, next_step, note, print_json, print_table
 
 if TYPE_CHECKING:
     from rush.data.clean import CleanProgress
@@ -54,7 +54,7 @@ def clean(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
     workers: Annotated[int | None, typer.Option(help="Concurrent tasks. Default: all cores.", min=1)] = None,
     executor: Annotated[
-        Literal["local", "slurm", "ray"], typer.Option(help="Where the datatrove pipeline runs.")
+        Literal["local", "slurm", "ray"], typer.Option(help="Executor of the datatrove pipeline.")
     ] = "local",
     option: ExecutorOptions = None,
     json: Json = False,
@@ -150,6 +150,7 @@ def _show(report: dict[str, Any], output: Path, examples: int) -> None:
     beside = output / "removed" if name == output.name else output.with_name(f"{name}.removed")
     echo(f"\nWrote {output}: {counts['kept']:,} of {counts['read']:,} documents ({share:.1%}); "
          f"more of what was removed is in {beside}/")  # fmt: skip
+    next_step("rush", "start", "MODEL", "--data", str(output), why="a recipe for it; MODEL may be tiny")
 
 
 def _percent(stage: dict[str, Any]) -> str:

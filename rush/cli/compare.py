@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rush.cli.options import Json
-from rush.cli.output import NAME, echo, folded, print_json, print_table, say
+from rush.cli.output import NAME, echo, folded, next_step, print_json, print_table, say
 from rush.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -28,8 +28,9 @@ def compare(
 ) -> None:
     """Compare runs and the recipes of races (tokens and time to the same loss, differences), or ladders rung by rung.
 
-    Runs are held against a loss that all of them reached: the worst final validation loss, or without validations the worst
-    smoothed training loss. Recipes of a race have gross and net with it, against the first one of their race.
+    Runs are compared at a loss that all of them reached: the highest final validation loss, or without
+    validations the highest smoothed training loss. Recipes of a race also have gross and net, against the
+    first one of their race.
 
     Examples:
 
@@ -44,7 +45,7 @@ def compare(
     kinds = {str(folder): known_kind(folder) for folder in folders}
     if len(folders) < 2 and set(kinds.values()) != {"race"}:
         raise RecipeError(
-            "a comparison needs a race, or at least two folders: of runs and races, or of ladders."
+            "a comparison needs one race, or at least two folders of runs and races, or of ladders."
         )
     if set(kinds.values()) <= {"run", "race"}:
         _runs(folders, out, json)
@@ -71,8 +72,9 @@ def _runs(folders: list[Path], out: Path | None, json: bool) -> None:
             echo(f"{one.letter} {one.run.name}")
         columns, rows = _with_races(columns, rows, found)
     print_table(columns, rows)
-    for line in _run_words(found):
+    for line in run_words(found):
         say(line)
+    _say_next(folders, out)
 
 
 def _with_races(
@@ -114,7 +116,7 @@ def _run_row(one: ComparedRun, first: ComparedRun) -> list[str]:
     ]
 
 
-def _run_words(found: RunComparison) -> list[str]:
+def run_words(found: RunComparison) -> list[str]:
     """What the columns say, and the differences of the recipes, in lines of 80 characters."""
     lines = []
     if found.target is not None:
@@ -170,8 +172,24 @@ def _ladders(folders: list[Path], out: Path | None, json: bool) -> None:
         return
     print_table(
         ["rung", *_titles(folders)],
-        [[folded(name, NAME), *(_cell(rungs.get(name)) for rungs in found.values())] for name in names],
+        [[folded(name, NAME), *(cell(rungs.get(name)) for rungs in found.values())] for name in names],
     )
+    _say_next(folders, out)
+
+
+def _say_next(folders: list[Path], out: Path | None) -> None:
+    if out is None:
+        next_step(
+            "rush",
+            "compare",
+            *map(str, folders),
+            "--out",
+            "comparison.html",
+            why="as a page, with the curves",
+        )
+        return
+    echo(f"Report: {out}")
+    next_step("rush", "watch", *map(str, folders), why="the same live in a browser")
 
 
 def _titles(folders: list[Path]) -> list[str]:
@@ -180,7 +198,7 @@ def _titles(folders: list[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else list(dict.fromkeys(map(str, folders)))
 
 
-def _cell(rung: RungRecord | None) -> str:
+def cell(rung: RungRecord | None) -> str:
     if rung is None:
         return "-"
     from rush.records.gains import interval_of, judge, judged_again

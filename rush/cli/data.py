@@ -9,7 +9,7 @@ import typer
 
 from rush.cli import clean, inspect
 from rush.cli.options import DataFiles, ExecutorOptions, Json, Overrides, RecipeName, parse_options, with_data
-from rush.cli.output import echo, print_json, print_table
+from rush.cli.output import echo, next_step, print_json, print_table
 from rush.errors import RecipeError
 
 app = typer.Typer(help="Clean, prepare, inspect and verify training data.", no_args_is_help=True)
@@ -54,6 +54,8 @@ def prepare(
                 "--executor, --tasks and --option are for a corpus; conversations are prepared by local processes."
             )
         inspect.report(inspect.prepare_recipe(loaded, workers=workers, force=force), json)
+        if not json:
+            next_step("rush", "data", "inspect", recipe, *with_data(overrides, data), why="with examples")
         return
     wanted = preparation_of(loaded)
     if executor == "plain":
@@ -70,6 +72,8 @@ def prepare(
             typer.echo(f"Submitted: {folder} is ready when the last job has written its manifest.")
             return
     _report(folder, json)
+    if not json:
+        next_step("rush", "train", recipe, *with_data(overrides, data))
 
 
 @app.command()
@@ -87,6 +91,7 @@ def show(
     if not json:
         echo(f"\n{sample['sample']} of {sample['windows']:,} windows", bold=True)
         echo(sample["text"])
+        next_step("rush", "data", "verify", str(folder))
 
 
 @app.command()
@@ -102,6 +107,7 @@ def verify(folder: Prepared, json: Json = False) -> None:
         print_json({"folder": str(folder), "ok": True, "shards": len(manifest.shards)})
         return
     echo(f"{folder}: all {len(manifest.shards)} shards are intact and every token id is in the vocabulary.")
+    next_step("rush", "train", "RECIPE", why="the one that it was prepared for finds it")
 
 
 def _report(folder: Path, json: bool, more: dict[str, Any] | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rush.cli.options import Device, Json, ModelFolder
-from rush.cli.output import echo, note, print_json, print_table
+from rush.cli.output import echo, next_step, note, print_json, print_table
 
 
 def evaluate(
@@ -81,6 +81,10 @@ def evaluate(
         echo(said.prompt, bold=True)
         columns = [text or "(nothing)" for text in said.texts]
         print_table(names, [columns])
+    if (Path(folder) / "recipe.toml").is_file():
+        next_step("rush", "export", str(folder), "--to", "exported", why="for transformers, or rush push")
+    else:
+        next_step("rush", "chat", str(folder))
 
 
 def _figures(models: Any) -> list[list[str]]:

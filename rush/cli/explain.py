@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from rush.cli.options import Device, Json
-from rush.cli.output import measuring_bar, note, print_json
+from rush.cli.output import measuring_bar, next_step, note, print_json
 from rush.errors import RecipeError, nearest
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def _list(found: list[Topic], json: bool) -> None:
     for topic in found:
         typer.echo(f"{typer.style(topic.name.ljust(width), bold=True)}  {topic.about}")
     typer.echo("\nrush explain TOPIC measures on this machine and takes less than a minute.")
+    next_step("rush", "explain", found[0].name)
 
 
 def _refuse_measuring(device: str, quick: bool, options: dict[str, Any]) -> None:
@@ -167,3 +168,4 @@ def _show(explanation: Any, paths: dict[str, Path]) -> None:
     if explanation.warning:
         note(explanation.warning)
     typer.echo(f"Report: {paths['report']}")
+    next_step("rush", "explain", why="the other topics")

@@ -141,7 +141,7 @@ def chat(
 
 
 def _template(name: str, folder: Path, adapter: Path | None, tokenizer: Any) -> Any:
-    """The template asked for, or the one a run was trained with; None if there is neither."""
+    """The requested template, or the one the run was trained with; None if there is neither."""
     from rush.data.conversations import find_template
     from rush.recipe_io import load_recipe
     from rush.records.run_folder import RunFolder

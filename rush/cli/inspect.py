@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rush.cli.options import Json, Overrides, complete_recipe
-from rush.cli.output import echo, print_json, print_table
+from rush.cli.output import echo, next_step, print_json, print_table
 from rush.errors import RecipeError, printable
 
 if TYPE_CHECKING:
@@ -64,6 +64,10 @@ def inspect(
         _print_example(example)
     if html is not None:
         echo(f"\nWritten: {html}")
+    if folder == Path(target):
+        next_step("rush", "data", "verify", target)
+    else:
+        next_step("rush", "overfit", target, *(overrides or []), why="can this setting learn at all?")
 
 
 def report(folder: Path, json: bool) -> None:
@@ -75,7 +79,7 @@ def report(folder: Path, json: bool) -> None:
 
 
 def prepare_recipe(recipe: Recipe, **options: Any) -> Path:
-    """Prepare a recipe's fine-tuning data where `rush train` looks for it, unless it is there."""
+    """Prepare a recipe's fine-tuning data in the cache of `rush train`, unless it exists."""
     from rush.data import progress_bar
     from rush.data.conversations import prepare_documents
     from rush.files import cache_folder

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from rush.cli.ladder_table import fitting_table, ladder_table
 from rush.cli.options import ExtraTechniques, Json, complete_ladder, is_override
-from rush.cli.output import next_step, note, print_json, print_table, say
+from rush.cli.output import next_step, note, print_json, print_table, say, watching
 from rush.errors import RecipeError
 from rush.ready import LADDERS
 
@@ -25,7 +26,8 @@ def ladder(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A ladder's name (tiny, gpt2-124m, …) or .toml file; here: the one for this machine. Without one: the list of them.",
+            help="A ladder's name (tiny, gpt2-124m, …) or .toml file; here: the ladder for this machine. "
+            "Default: list all ladders.",
             autocompletion=complete_ladder,
         ),
     ] = None,
@@ -43,8 +45,9 @@ def ladder(
         int | None,
         typer.Option(
             metavar="TOKENS",
-            help="Afterwards race every rung of class STATISTICAL with the rung before it over so many tokens, with three seeds: its net "
-            "beside its gain.",
+            help="Afterwards race every rung of class STATISTICAL with the rung before it over this many "
+            "tokens, with three seeds: net "
+            "speedup in addition to its gain.",
             min=1,
         ),
     ] = None,
@@ -107,7 +110,7 @@ def ladder(
 
 
 def _list_ladders(json: bool) -> None:
-    """The ready ladders, and what each is about."""
+    """The ready ladders, each with its description."""
     found = {name: str(LADDERS.read(LADDERS.find(name)).get("about", "")) for name in LADDERS.names()}
     if json:
         print_json([{"name": name, "about": about} for name, about in found.items()])
@@ -117,7 +120,7 @@ def _list_ladders(json: bool) -> None:
 
 
 def _say_next(folder: Path, recipe: str) -> None:
-    """Where the recipes are, and what one would type next."""
+    """The recipes' paths, and the next command."""
     from rush.lab.ladder.proven import FASTEST, SMALLEST
 
     fastest, smallest = folder / FASTEST, folder / SMALLEST
@@ -130,34 +133,17 @@ def _say_next(folder: Path, recipe: str) -> None:
         next_step("rush", "tune", recipe, "--budget", "10m", why="searches beyond these rungs")
 
 
-@contextmanager
-def _watching(quiet: bool) -> Iterator[Any]:
-    """A live table; without a terminal one line per trial."""
-    from rich.console import Console
-    from rich.live import Live
-
+def _watching(quiet: bool) -> AbstractContextManager[Any]:
+    """A live table; without a terminal one line per trial, and the table at the end."""
     console = Console()
-    if quiet:
-        yield lambda progress: None
-        return
-    if not console.is_terminal:
-        yield _LadderLines(console)
-        return
-    with Live(console=console, auto_refresh=False) as live:
-        yield lambda progress: live.update(fitting_table(progress, console), refresh=True)
 
-
-class _LadderLines:
-    """One line per trial, and the table at the end."""
-
-    def __init__(self, console: Any) -> None:
-        self.console = console
-
-    def __call__(self, progress: LadderProgress) -> None:
+    def line(progress: LadderProgress) -> None:
         if progress.doing is None:
-            self.console.print(ladder_table(progress))
+            console.print(ladder_table(progress))
         else:
-            self.console.print(f"[{progress.done}/{progress.total}] {progress.doing}", markup=False)
+            console.print(f"[{progress.done}/{progress.total}] {progress.doing}", markup=False)
+
+    return watching(quiet, console, line, lambda progress: fitting_table(progress, console))
 
 
 @contextmanager
@@ -172,7 +158,7 @@ def resumable(folder: Path, what: str = "trials") -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         note(
-            f"Stopped; no process is left. Finished {what} are kept: resume with the same command and --out {folder}."
+            f"Stopped; all processes have ended. Finished {what} are kept: resume with the same command and --out {folder}."
         )
         raise typer.Exit(130) from None
     finally:

@@ -1,6 +1,6 @@
-"""The table of a ladder in the terminal: speeds, gains, verdicts, and below it what one should know.
+"""The table of a ladder in the terminal: speeds, gains, verdicts, and notes below it.
 
-While it is measured it is never higher than the terminal: rungs further away make room for the one being measured.
+During the measurement it is never higher than the terminal: it hides rungs further away from the one being measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rush.records.ladder import LadderRecord, RungRecord
 
 COLORS = {"good": "green", "caution": "yellow", "bad": "red"}
-"""Of the tones of verdicts; a color adds nothing to the words."""
+"""Colors of the verdicts' tones; they add nothing to the words."""
 SPARE = 1
 """Lines that stay free, for the cursor."""
 
@@ -30,7 +30,7 @@ def minutes(seconds: float) -> str:
 
 
 def fitting_table(progress: LadderProgress, console: Console) -> Table:
-    """The table that fits the terminal, with the rung being measured; the whole one when all are done."""
+    """The table that fits the terminal, with the rung being measured; the full table when all are done."""
     rows, current = _rows(progress)
     if progress.doing is None:
         return ladder_table(progress)
@@ -52,7 +52,7 @@ def ladder_table(progress: LadderProgress, shown: range | None = None, *, captio
     table = Table(
         title=_title(progress),
         title_justify="left",
-        caption=_caption(record) if caption else None,
+        caption=caption_of(record) if caption else None,
         box=box.SIMPLE_HEAD,
         show_edge=False,
         padding=(0, 1, 0, 0),
@@ -87,7 +87,7 @@ def _rows(progress: LadderProgress) -> tuple[list[Sequence[Text]], int]:
 
 
 def _trials_of(rung: RungRecord) -> tuple[str, ...]:
-    """What a ladder says it is doing, of this rung."""
+    """The progress texts that refer to this rung."""
     return rung["name"], f"a life of {rung['name']}", f"{rung['name']} again"
 
 
@@ -96,13 +96,13 @@ def _texts(rung: RungRecord) -> list[Text]:
 
     from rush.report.headlines import VERDICTS
 
-    *figures, verdict = _row(rung)
+    *figures, verdict = row_cells(rung)
     style = VERDICTS.get(rung["verdict"])
     figures[0] = folded(figures[0], NAME)
     return [*map(Text, figures), Text(verdict, style=COLORS.get(style.tone, "") if style else "")]
 
 
-def _row(rung: RungRecord) -> list[str]:
+def row_cells(rung: RungRecord) -> list[str]:
     speed, gain, total = rung["tokens_per_s"], rung["gain"], rung["total_gain"]
     memory = rung["peak_memory_bytes"]
     spread = (speed["ci95"][1] - speed["ci95"][0]) / 2 if speed else 0.0
@@ -126,7 +126,7 @@ def _title(progress: LadderProgress) -> str:
     return f"{record['name']} · {record['view']} · {progress.done} of {progress.total} trials{left} · {progress.doing}"
 
 
-def _caption(record: LadderRecord) -> str | None:
+def caption_of(record: LadderRecord) -> str | None:
     lines = [
         *_unable(record),
         *_drift(record),

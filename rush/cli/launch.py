@@ -40,7 +40,7 @@ def launch(
     grace: Annotated[
         int,
         typer.Option(
-            help="Seconds before the time limit at which the run is asked to stop and save.", min=60
+            help="Seconds before the time limit at which the run is signaled to stop and save.", min=60
         ),
     ] = 300,
     max_restarts: Annotated[int, typer.Option(help="Restarts of failed ranks.", min=0)] = 3,
@@ -76,7 +76,9 @@ def launch(
     ] = None,
     infra: Annotated[
         str | None,
-        typer.Option(help="SkyPilot: where, such as aws/us-east-1 or kubernetes. Default: the cheapest."),
+        typer.Option(
+            help="SkyPilot: cloud and region, such as aws/us-east-1 or kubernetes. Default: the cheapest."
+        ),
     ] = None,
     spot: Annotated[bool, typer.Option("--spot", help="SkyPilot: spot machines.")] = False,
     autostop: Annotated[
@@ -97,15 +99,15 @@ def launch(
     package: Annotated[
         str | None,
         typer.Option(
-            help="SkyPilot: what pip installs on a node, a wheel or a requirement. Default: the image has rush."
+            help="SkyPilot: package to install on a node with pip, a wheel or a requirement. Default: the image has rush."
         ),
     ] = None,
     technique: ExtraTechniques = None,
 ) -> None:
     """Write a Slurm script, a Kubernetes manifest or a SkyPilot task that trains a recipe, with requeue and resume.
 
-    The layout's sizes must multiply to nodes × GPUs. Before its time limit a job of Slurm is asked to stop, saves a
-    checkpoint and is requeued; everywhere the same command resumes from the last checkpoint.
+    The product of the layout's sizes must be nodes × GPUs. Before its time limit a Slurm job is signaled,
+    saves a checkpoint and is requeued; on every cluster the same command resumes from the last checkpoint.
 
     Examples:
 
@@ -194,7 +196,7 @@ def launch(
 
 
 def _place(accelerator: str | None, package: str | None, image: str | None, mounts: dict[str, str]) -> Sky:
-    """What SkyPilot needs to know, from the options alone."""
+    """SkyPilot's settings, from the options alone."""
     from rush.clusters import Sky
 
     if accelerator is None:
@@ -206,7 +208,7 @@ def _place(accelerator: str | None, package: str | None, image: str | None, moun
         )
     wheel = package is not None and package.endswith(".whl")
     if wheel and not Path(str(package)).expanduser().is_file():
-        raise RecipeError(f"--package is {package}, which is no file.")
+        raise RecipeError(f"--package is {package}, but there is no such file.")
     lock = Path(__file__).resolve().parents[2] / "locks" / "cuda.txt"
     return Sky(
         accelerator=accelerator,
@@ -229,7 +231,7 @@ def _mounts(given: list[str]) -> dict[str, str]:
         if "://" not in source:
             path = Path(source).expanduser().resolve()
             if not path.exists():
-                raise RecipeError(f"--mount copies {source!r:.200}, which is not there.")
+                raise RecipeError(f"--mount copies {source!r:.200}, which does not exist.")
             source = str(path)
         found[place] = source
     return found

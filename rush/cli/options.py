@@ -50,7 +50,7 @@ DataFiles = Annotated[
     typer.Option(
         "--data",
         metavar="FILES",
-        help="Your own files or patterns instead of the recipe's data: data.source=files with these data.files. May be repeated.",
+        help="Your own files or patterns instead of the recipe's data: sets data.source=files and data.files. May be repeated.",
     ),
 ]
 ExtraTechniques = Annotated[
@@ -85,12 +85,12 @@ def parse_options(words: list[str] | None) -> dict[str, str]:
 
 
 def is_override(word: str) -> bool:
-    """Whether it is KEY=VALUE; a file may have `=` in its path, and a folder of a sweep the name of an override."""
+    """Whether it is KEY=VALUE; a file may have `=` in its path, and a sweep's folder may be named like an override."""
     return "=" in word and not os.path.isfile(word)
 
 
 def with_data(overrides: list[str] | None, files: list[str] | None) -> list[str]:
-    """The overrides, after those that --data stands for."""
+    """The overrides, after those of --data."""
     given = list(overrides or [])
     if not files:
         return given

@@ -30,12 +30,12 @@ def print_error(message: str) -> None:
 
 
 def echo(text: str = "", **style: Any) -> None:
-    """A line on standard output that may hold what strangers wrote: control characters are shown, not sent."""
+    """A line on standard output that may contain untrusted text: control characters are escaped."""
     typer.secho(printable(text), **style)
 
 
 def say(text: str, **style: Any) -> None:
-    """Prose on standard output, wrapped between words where the width is known: a terminal would cut names in two."""
+    """Prose on standard output, wrapped between words if the width is known: a terminal would break names."""
     console = Console()
     if console.is_terminal or "COLUMNS" in os.environ:
         text = "\n".join(_wrapped(line, console.width) for line in text.split("\n"))
@@ -55,7 +55,7 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def folded(name: str, width: int) -> str:
-    """A name in lines of at most this width, cut only where its parts end: between knobs and words."""
+    """A name in lines of at most this width, broken only between knobs and words."""
     lines = [""]
     for part in re.findall(r"[^\s(,]+[(,)]*\s*|\s+|[(,]", name):
         if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
@@ -114,8 +114,24 @@ def measuring_bar(refresh_per_second: float = 10) -> Iterator[Callable[[str, int
         yield show
 
 
+@contextmanager
+def watching(
+    quiet: bool, console: Console, line: Callable[..., None], table: Callable[..., Any]
+) -> Iterator[Callable[..., None]]:
+    """The progress display of a long command: a live table; without a terminal one line per trial; nothing if `quiet`."""
+    from rich.live import Live
+
+    if quiet:
+        yield lambda *progress: None
+    elif not console.is_terminal:
+        yield line
+    else:
+        with Live(console=console, auto_refresh=False) as live:
+            yield lambda *progress: live.update(table(*progress), refresh=True)
+
+
 def next_step(*words: str, why: str = "") -> None:
-    """The command that a person would type next, as the last line."""
+    """Print the suggested next command, as the last line."""
     echo(f"Next: {shlex.join(words)}{f'   # {why}' if why else ''}")
 
 

@@ -26,7 +26,7 @@ def overfit(
     steps: Annotated[int, typer.Option(help="Maximum steps on the one batch.", min=10)] = 300,
     nproc: Annotated[
         int | None,
-        typer.Option(help="Ranks to start on this machine: the layout's sizes multiplied.", min=1),
+        typer.Option(help="Ranks to start on this machine: the product of the layout's sizes.", min=1),
     ] = None,
     technique: ExtraTechniques = None,
     json: Json = False,
@@ -34,9 +34,9 @@ def overfit(
     """Overfit one batch to near-zero loss, and report whether this configuration can learn, with reasons.
 
     Checks the labels (masking, shift), which parameters are trained and get a gradient, whether the precision rounds the
-    updates away, and the learning rate: 10× higher and lower are tried where the loss does not reach the target. The peak
-    learning rate is used from the first step; nothing is written. The target is a loss of at most 0.05 nats, and at most 5 %
-    of the first, above the entropy floor of the batch. Exit code 0 if it can learn, 5 if not.
+    updates away, and the learning rate: if the loss does not reach the target, 10× higher and lower rates are tried. The
+    peak learning rate is used from the first step; nothing is written. The target is a loss of at most 0.05 nats, and at
+    most 5 % of the first, above the entropy floor of the batch. Exit code 0 if it can learn, 5 if not.
 
     With --nproc, or under torchrun, the batch is one micro batch of each data rank.
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -81,16 +83,18 @@ def plan(
         str | None,
         typer.Option(
             metavar="FOLDER or OWNER/NAME",
-            help="Plan the model of a Hugging Face config.json (a file, a folder or an id on the hub) in place of the recipe's, also "
-            "one that rush cannot train.",
+            help="Plan the model of a Hugging Face config.json (a file, a folder or an id on the hub) "
+            "instead of the recipe's, even "
+            "if rush cannot train it.",
         ),
     ] = None,
     chart: Annotated[
         str | None,
         typer.Option(
             metavar="KIND",
-            help="Draw plans over devices, links, cards, nodes, layouts or batches: speedup, memory, zero, links, cards, nodes, layouts, "
-            "batch, or all; with the stated error, and beside what others published. --out: the folder. Default: runs/plan-KIND.",
+            help="Draw plans over devices, links, GPU models, nodes, layouts or batches: speedup, memory, "
+            "zero, links, cards, nodes, layouts, "
+            "batch, or all; with the expected error, next to published measurements. --out: the folder. Default: runs/plan-KIND.",
             autocompletion=complete_chart,
         ),
     ] = None,
@@ -127,24 +131,14 @@ def plan(
             "--beyond": beyond, "--best": best is not None, "--html": html is not None, "--config": config is not None,
             "--network-cards": network_cards is not None, "--technique": bool(technique),
         }  # fmt: skip
-        draw(
-            chart,
-            recipe,
-            overrides or [],
-            machine,
-            against,
-            devices,
-            nodes,
-            link,
-            network,
-            out,
-            json,
-            refused,
-        )
+        options = {
+            "machine": machine, "against": against, "devices": devices, "nodes": nodes, "link": link, "network": network,
+        }  # fmt: skip
+        draw(chart, recipe, overrides or [], options, out, json, refused)
         return
     _pointless(
         ("--against", against is not None, "--chart cards"),
-        ("--link", link is not None and machine is None, "--machine; this machine's links are its own"),
+        ("--link", link is not None and machine is None, "--machine; this machine's links are known"),
         ("--network", network is not None and machine is None, "--machine"),
         ("--network-cards", network_cards is not None and machine is None, "--machine"),
         ("--price", price is not None and tokens is None, "--tokens"),
@@ -159,12 +153,11 @@ def plan(
     )
     if config is not None and recipe is not None and is_override(recipe):
         overrides, recipe = [recipe, *(overrides or [])], None
-    budget = None if tokens is None else count(tokens)
     if check:
         if recipe is not None or technique or config is not None:
-            found = repr(recipe) if recipe is not None else "--technique" if technique else "--config"
+            given = repr(recipe) if recipe is not None else "--technique" if technique else "--config"
             raise RecipeError(
-                f"--check compares the planner with all records and takes no recipe; found {found}. Leave one of them out."
+                f"--check compares the planner with all records and takes no recipe; found {given}. Leave one of them out."
             )
         _check(results, json)
         return
@@ -172,66 +165,83 @@ def plan(
         raise RecipeError(
             "rush plan needs a recipe's name or file, --config, --check or --chart; `rush recipes` lists the names."
         )
+    from rush.api import plan_recipe
+    from rush.plan.target import find_target
+    from rush.recipe_io import load_recipe
     from rush.techniques.api.own_files import added
 
+    target: dict[str, Any] = {
+        "machine": machine, "devices": devices, "nodes": nodes, "link": link, "network": network,
+        "network_cards": network_cards,
+    }  # fmt: skip
+    output = _Output(None if tokens is None else count(tokens), price, html, out, json)
     with added(technique or []):
         if config is not None:
             if search or html is not None:
                 raise RecipeError("--config plans one recipe for one model; leave out --search and --html.")
-            chosen = recipe or CONFIG_RECIPE
-            _plan_config(config, chosen, overrides or [], machine, devices, nodes, link, network, network_cards, budget, price, json)  # fmt: skip
+            _plan_config(config, recipe or CONFIG_RECIPE, overrides or [], target, output)
             return
         assert recipe is not None
-        _plan(recipe, overrides or [], machine, devices, nodes, link, network, network_cards, search, beyond, best, budget, price, html, out, json)  # fmt: skip
-
-
-def _plan(
-    recipe: str,
-    overrides: list[str],
-    machine: str | None,
-    devices: int | None,
-    nodes: int | None,
-    link: str | None,
-    network: str | None,
-    network_cards: int | None,
-    search: bool,
-    beyond: bool,
-    best: int | None,
-    budget: float | None,
-    price: float | None,
-    html: Path | None,
-    out: Path | None,
-    json: bool,
-) -> None:
-    from rush.api import plan_recipe
-    from rush.plan.target import find_target
-    from rush.recipe_io import load_recipe
-
-    chosen = load_recipe(recipe, overrides, auto=True)
-    if chosen.model.name != recipe and any(one.startswith("model.name") for one in overrides):
-        recipe = f"{chosen.model.name} as {recipe}"
-    if search:
-        limit_gb = chosen.run.memory_limit_gb
-        target = find_target(machine, devices, nodes, link, network, network_cards, limit_gb=limit_gb)
-        _search(recipe, chosen, target, best or 3, beyond, budget, price, json, html, out)
-        return
-    found = plan_recipe(
-        chosen,
-        machine=machine,
-        devices=devices,
-        nodes=nodes,
-        link=link,
-        network=network,
-        network_cards=network_cards,
-    )
-    if html is not None:
-        _page(recipe, [found], [], html, budget, price)
+        chosen = load_recipe(recipe, overrides or [], auto=True)
+        words = [recipe, *(overrides or [])]
+        if chosen.model.name != recipe and any(one.startswith("model.name") for one in overrides or []):
+            recipe = f"{chosen.model.name} as {recipe}"
+        if search:
+            limit_gb = chosen.run.memory_limit_gb
+            _search(recipe, chosen, find_target(**target, limit_gb=limit_gb), best or 3, beyond, output)
+            return
+        found = plan_recipe(chosen, **target)
+    output.page(recipe, [found], [])
     if json:
-        print_json(found.to_dict() | ({"budget": found.budget(budget, price)} if budget else {}))
+        print_json(output.row(found))
         return
-    show_plan(recipe, found, budget, price)
-    if html is not None:
-        typer.echo(f"\nWritten: {html}")
+    show_plan(recipe, found, output.tokens, price)
+    output.say_page()
+    _say_next(found, words, target)
+
+
+def _say_next(plan: Plan, words: Sequence[str], target: Mapping[str, Any]) -> None:
+    if plan.fits and target["machine"] is None:
+        ranks = plan.target.devices
+        next_step("rush", "train", *words, *(["--nproc", str(ranks)] if ranks > 1 else []))
+        return
+    options = [
+        f"--{name}={target[name]}" for name in ("machine", "devices", "nodes") if target[name] is not None
+    ]
+    next_step("rush", "plan", *words, *options, "--search", why="the fastest that fits")
+
+
+@dataclass(frozen=True)
+class _Output:
+    """Which parts of a plan are shown, and where."""
+
+    tokens: float | None
+    price: float | None
+    html: Path | None
+    out: Path | None
+    json: bool
+
+    def row(self, plan: Plan) -> dict[str, Any]:
+        return plan.to_dict() | ({"budget": plan.budget(self.tokens, self.price)} if self.tokens else {})
+
+    def page(self, name: str, plans: Sequence[Plan], lost: Sequence[str]) -> None:
+        """Write the HTML page if the user requested one."""
+        from rush.plan.describe import describe
+        from rush.report.plan import write_plan
+
+        if self.html is None:
+            return
+        records = [
+            one.to_dict()
+            | {"title": describe(one.spec)}
+            | ({"budget": one.say_budget(self.tokens, self.price)} if self.tokens else {})
+            for one in plans
+        ]
+        write_plan(self.html, name, records, list(lost))
+
+    def say_page(self) -> None:
+        if self.html is not None:
+            typer.echo(f"\nWritten: {self.html}")
 
 
 CONFIG_RECIPE = "llama-3.1-8b"
@@ -239,41 +249,27 @@ CONFIG_RECIPE = "llama-3.1-8b"
 
 
 def _plan_config(
-    config: str,
-    recipe: str,
-    overrides: list[str],
-    machine: str | None,
-    devices: int | None,
-    nodes: int | None,
-    link: str | None,
-    network: str | None,
-    network_cards: int | None,
-    budget: float | None,
-    price: float | None,
-    json: bool,
+    config: str, recipe: str, overrides: Sequence[str], target: Mapping[str, Any], output: _Output
 ) -> None:
     from rush.api import plan_config
 
-    found = plan_config(
-        config,
-        recipe,
-        *overrides,
-        machine=machine,
-        devices=devices,
-        nodes=nodes,
-        link=link,
-        network=network,
-        network_cards=network_cards,
-    )
+    found = plan_config(config, recipe, *overrides, **target)
     assert found.model is not None
-    if json:
-        print_json(found.to_dict() | ({"budget": found.budget(budget, price)} if budget else {}))
+    if output.json:
+        print_json(output.row(found))
         return
-    show_plan(f"{config}, {found.model.parameters:,} parameters, as {recipe}", found, budget, price)
+    title = f"{config}, {found.model.parameters:,} parameters, as {recipe}"
+    show_plan(title, found, output.tokens, output.price)
     if found.model.doubts:
-        typer.secho("\nNot known to the planner, and counted as the nearest it knows", bold=True)
+        typer.secho("\nNot known to the planner, and counted as the nearest equivalent", bold=True)
     for doubt in found.model.doubts:
         say(f"  {doubt}")
+    typer.echo("")
+    if found.model.doubts:
+        next_step("rush", "plan", "--config", config, "layout.fsdp=64", "--machine", "h100-sxm", "--devices", "8", "--nodes", "8", why="other layouts and machines")  # fmt: skip
+    else:
+        on = [] if target["machine"] is None else ["--device", target["machine"]]
+        next_step("rush", "start", config, "--data", "FILES", *on, why="a recipe for your data")
 
 
 def count(text: str) -> float:
@@ -298,31 +294,20 @@ def _pointless(*asked: tuple[str, bool, str]) -> None:
 
 
 def _search(
-    name: str,
-    recipe: Recipe,
-    target: TargetMachine,
-    best: int,
-    beyond: bool,
-    tokens: float | None,
-    price: float | None,
-    json: bool,
-    html: Path | None,
-    out: Path | None,
+    name: str, recipe: Recipe, target: TargetMachine, best: int, beyond: bool, output: _Output
 ) -> None:
     from rush.plan import search
     from rush.plan.describe import describe
 
+    out = output.out
     if out is not None and out.exists():
-        raise RecipeError(f"{out} is there already; give another --out, or remove it.")
+        raise RecipeError(f"{out} already exists; give another --out, or remove it.")
     found = search(recipe, target, best=best, beyond=beyond)
-    if html is not None:
-        _page(name, list(found.best), list(found.lost), html, tokens, price)
+    output.page(name, found.best, found.lost)
     if out is not None:
         _write_best(name, recipe, found.best[0], out)
-    if json:
-        plans = [
-            one.to_dict() | ({"budget": one.budget(tokens, price)} if tokens else {}) for one in found.best
-        ]
+    if output.json:
+        plans = list(map(output.row, found.best))
         print_json({"best": plans, "lost": list(found.lost), "tried": found.tried, "fitting": found.fitting})
         return
     typer.secho(
@@ -346,9 +331,8 @@ def _search(
     for line in found.lost:
         say(f"  {line}")
     typer.echo("")
-    show_plan(name, found.best[0], tokens, price)
-    if html is not None:
-        typer.echo(f"\nWritten: {html}")
+    show_plan(name, found.best[0], output.tokens, output.price)
+    output.say_page()
     typer.echo("")
     if out is None:
         if not beyond:
@@ -429,18 +413,4 @@ def _check(results: Path, json: bool) -> None:
             f"Of {len(rooms)} recipes that ran out of memory, {len(wrong)} are predicted to fit"
             f"{' (' + '; '.join(wrong) + ')' if wrong else ''}."
         )
-
-
-def _page(
-    name: str, plans: list[Plan], lost: list[str], html: Path, tokens: float | None, price: float | None
-) -> None:
-    from rush.plan.describe import describe
-    from rush.report.plan import write_plan
-
-    records = [
-        one.to_dict()
-        | {"title": describe(one.spec)}
-        | ({"budget": one.say_budget(tokens, price)} if tokens else {})
-        for one in plans
-    ]
-    write_plan(html, name, records, lost)
+    next_step("rush", "plan", "--chart", "all", why="the same beside what others published, as pictures")

@@ -1,4 +1,4 @@
-"""`rush plan --chart`: plans over devices, links, cards, nodes, layouts and batches, as a record, a page and a table."""
+"""`rush plan --chart`: plans over devices, links, GPU models, nodes, layouts and batches, as a record, a page and a table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rush.cli.options import is_override
-from rush.cli.output import print_json, print_table, say
+from rush.cli.output import next_step, print_json, print_table, say
 from rush.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -26,12 +26,7 @@ def draw(
     chart: str,
     recipe: str | None,
     overrides: Sequence[str],
-    machine: str | None,
-    against: str | None,
-    devices: int | None,
-    nodes: int | None,
-    link: str | None,
-    network: str | None,
+    options: Mapping[str, Any],
     out: Path | None,
     json: bool,
     refused: Mapping[str, bool],
@@ -40,19 +35,16 @@ def draw(
     from rush.plan.charts import KINDS, find_chart
 
     if found := [option for option, given in refused.items() if given]:
-        raise RecipeError(f"--chart does not go with {', '.join(found)}; leave out one or the other.")
+        raise RecipeError(f"--chart cannot be combined with {', '.join(found)}; leave out one or the other.")
     if recipe is not None and is_override(recipe):
         overrides, recipe = [recipe, *overrides], None
     names = list(KINDS) if chart == "all" else [chart]
     for name in names:
         find_chart(name)
-    options: dict[str, Any] = {
-        "machine": machine, "against": against, "devices": devices, "nodes": nodes, "link": link, "network": network,
-    }  # fmt: skip
     given = any(value is not None for value in options.values())
     if chart == "all" and (given or recipe or overrides):
         raise RecipeError(
-            "--chart all draws every chart as it is by default; name one chart to give it a recipe or options."
+            "--chart all draws every chart with its defaults; name one chart to give it a recipe or options."
         )
     records = {}
     for name in names:
@@ -63,6 +55,8 @@ def draw(
             _show(record, folder)
     if json:
         print_json(records if chart == "all" else records[chart])
+    else:
+        next_step("rush", "plan", "--check", why="the planner against every measurement")
 
 
 def _show(record: PlanChartRecord, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""One plan in the terminal: memory against the device's limit, step time by part, and what to do where it does not fit."""
+"""One plan in the terminal: memory against the device's limit, step time by part, and advice if it does not fit."""
 
 from __future__ import annotations
 

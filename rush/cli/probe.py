@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rush.cli.options import ExtraTechniques, Json, Overrides, complete_recipe, is_override
-from rush.cli.output import measuring_bar, note, print_json, print_table
+from rush.cli.output import measuring_bar, next_step, note, print_json, print_table
 from rush.errors import MachineError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def probe(
     collectives: Annotated[
         int | None,
         typer.Option(
-            help="Time all-reduce and all-gather between this many processes. Default: one per GPU where there "
+            help="Time all-reduce and all-gather between this many processes. Default: one per GPU if there "
             "are several GPUs, otherwise none.",
             min=2,
         ),
@@ -44,8 +44,8 @@ def probe(
 ) -> None:
     """Show this machine's devices, links, versions and measured rates, and which techniques run on it.
 
-    Rates are measured once (in seconds) and cached; their age is shown. Every technique is checked for a recipe, with the
-    reason where it cannot run.
+    Rates are measured once (in seconds) and cached; their age is shown. Every technique is checked for a
+    recipe, with the reason if it cannot run.
 
     Examples:
 
@@ -97,6 +97,10 @@ def probe(
             for row in verdicts
         ],
     )
+    if [recipe, *(overrides or [])] == ["tiny"]:
+        next_step("rush", "ladder", "here", why="what they gain on this machine")
+    else:
+        next_step("rush", "tune", recipe, *(overrides or []), "--budget", "15m", why="the fastest of them")
 
 
 def check_techniques(recipe: Recipe, machine: Machine) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rush.cli.options import Json
-from rush.cli.output import note, print_json, print_table
+from rush.cli.output import next_step, note, print_json, print_table
 from rush.errors import RecipeError
 
 
@@ -18,7 +18,7 @@ def push(
     folder: Annotated[Path, typer.Argument(help="A run folder, or an exported Hugging Face folder.")],
     to: Annotated[
         str | None,
-        typer.Option(metavar="OWNER/NAME", help="Where to upload it. Nothing is uploaded without it."),
+        typer.Option(metavar="OWNER/NAME", help="Repository to upload to. Nothing is uploaded without it."),
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="Make it a private repository.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch to upload to. Default: main.")] = None,
@@ -28,7 +28,7 @@ def push(
     ] = None,
     checkpoint: Annotated[str, typer.Option(help="Checkpoint: last, best, or a step.")] = "last",
     merged: Annotated[
-        bool, typer.Option("--merged", help="Upload adapters merged into their base, as a whole model.")
+        bool, typer.Option("--merged", help="Upload adapters merged into their base, as a full model.")
     ] = False,
     base: Annotated[
         str | None,
@@ -38,7 +38,7 @@ def push(
     ] = None,
     record: Annotated[
         Path | None,
-        typer.Option(help="A ladder's folder: the card says what it verified about the run's techniques."),
+        typer.Option(help="A ladder's folder: the card states what it verified about the run's techniques."),
     ] = None,
     evaluation: Annotated[
         Path | None, typer.Option(help="A file that `rush evaluate --json` wrote, for the card.")
@@ -51,9 +51,9 @@ def push(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Upload a model to the Hugging Face hub, with a model card made from the run.
+    """Upload a model to the Hugging Face hub, with a model card generated from the run.
 
-    A run is exported first; one that trained adapters as a PEFT adapter. Your token comes from `hf auth login` or HF_TOKEN.
+    A run is exported first; a run with adapters as a PEFT adapter. Your token comes from `hf auth login` or HF_TOKEN.
 
     Example: rush push runs/tiny --to me/tiny --private
 
@@ -90,6 +90,7 @@ def push(
                 print_json({"folder": str(ready.folder), **said})
             else:
                 typer.echo(f"Wrote {ready.folder}, {size_words(ready.num_bytes)}; nothing was uploaded.")
+                next_step("rush", "push", str(folder), "--to", "OWNER/NAME", "--private")
             return
         assert to is not None
         if not json:
@@ -100,3 +101,4 @@ def push(
         print_json({"to": to, "address": address, **said})
     else:
         typer.echo(f"Uploaded: {address}")
+        next_step("rush", "generate", to, "--prompt", "Once upon a time")

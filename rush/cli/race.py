@@ -1,4 +1,4 @@
-"""`rush race`: recipes side by side to the same loss."""
+"""`rush race`: which recipe reaches the same loss sooner."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def race(
         list[str],
         typer.Argument(
             metavar="RECIPE [KEY=VALUE]... RECIPE [KEY=VALUE]...",
-            help="Two or more recipes, by name or .toml file. KEY=VALUE behind a recipe changes that recipe; before the first one, all "
+            help="Two or more recipes, by name or .toml file. KEY=VALUE after a recipe changes that recipe; "
+            "before the first one, all "
             "of them.",
             autocompletion=complete_recipe,
         ),
@@ -35,7 +36,7 @@ def race(
     tokens: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of every run; the schedules get that length. Default: the recipes' own length."
+            help="Tokens of every run; the schedules are set to that length. Default: the recipes' own length."
         ),
     ] = None,
     loss: Annotated[
@@ -44,17 +45,18 @@ def race(
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Time for the whole race, as in 90s, 20m or 1h: no further round of legs is begun that would not fit."
+            help="Time for the whole race, as in 90s, 20m or 1h: a round of legs that would exceed it is not started."
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Runs of every recipe, each with another seed.")] = 1,
-    legs: Annotated[int, typer.Option(help="Pieces of a run, between which the recipes take turns.")] = 4,
-    points: Annotated[int, typer.Option(help="Validations of a run, at the same tokens for all.")] = 20,
+    seeds: Annotated[int, typer.Option(help="Runs of every recipe, each with a different seed.")] = 1,
+    legs: Annotated[int, typer.Option(help="Legs of a run; the recipes take turns leg by leg.")] = 4,
+    points: Annotated[int, typer.Option(help="Validations per run, after the same tokens for all.")] = 20,
     nproc: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Ranks of every recipe, on this machine: the layout's sizes multiplied. Default: of each recipe, those of its layout.",
+            help="Ranks of every recipe, on this machine: the product of the layout's sizes. Default: for "
+            "each recipe, the number its layout takes.",
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Output folder. Default: runs/race-RECIPES.")] = None,
@@ -63,11 +65,13 @@ def race(
 ) -> None:
     """Train recipes side by side, and measure which one reaches the same loss sooner.
 
-    All start from the same seeds and read the same text. They take turns in legs of a few minutes or seconds, each a real `rush
-    train`, so that a machine that slows down does so for all. Validations, saves, compiling and warm-up do not count as training
-    time. Gross is the ratio of tokens per second, net that of the times to the same loss; with --seeds, both have an interval.
+    All start from the same seeds and read the same text. They take turns in legs of a few minutes or seconds,
+    each a real `rush train`, so that a machine that slows down affects all of them. Validations, saves,
+    compiling and warm-up do not count as training time. Gross is the ratio of tokens per second, net the
+    ratio of the times to the same loss; with --seeds, both have an interval.
 
-    An interrupted race resumes when you run the same command again; --seeds may be raised then. `rush watch FOLDER` shows the runs.
+    An interrupted race resumes when you run the same command again, also with more --seeds. `rush watch
+    FOLDER` shows the runs.
 
     Examples:
 
@@ -127,7 +131,8 @@ def _say(record: RaceRecord, folder: Path) -> None:
 
 
 def race_table(record: RaceRecord) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows, by letter: every contender with its speed, its last loss, and what it needed to the last common loss."""
+    """Columns and rows, by letter: every contender with its speed, its last loss, and its tokens and time to the last common
+    loss."""
     from rush.records.race_curves import mean_curve, raced
     from rush.report import formatting
     from rush.report.race_words import more_words, quotient_words, rate_of, verdict_of

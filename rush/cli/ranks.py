@@ -1,4 +1,4 @@
-"""Commands that run on several ranks: what is refused, and who reports an error."""
+"""Commands that run on several ranks: refused options, and which rank reports an error."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import typer
@@ -70,6 +71,7 @@ def show(
         print_json({"digest": recipe.digest, "recipe": recipe.model_dump(mode="json")})
         return
     typer.echo(f"# digest {recipe.digest}\n{write_toml(recipe)}", nl=False)
+    typer.echo(f"# Next: {shlex.join(['rush', 'train', name, *(overrides or [])])}")  # TOML, also in a file
 
 
 @app.command()

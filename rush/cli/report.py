@@ -1,4 +1,4 @@
-"""`rush report`: draw pages again from their records."""
+"""`rush report`: write pages again from their records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rush.cli.options import Json
-from rush.cli.output import echo, note, print_json
+from rush.cli.output import echo, next_step, note, print_json
 from rush.errors import RecipeError, RushError
 
 
@@ -19,13 +19,13 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="Where to write the page, of one folder. Default: report.html in the folder."),
+        typer.Option(help="File for the page, with a single folder. Default: report.html in the folder."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Draw the page of a run, ladder, search, study, bench or explanation again, from its record.
+    """Write the page of a run, ladder, search, study, bench or explanation again, from its record.
 
-    What a folder holds is recognized by its record. Unfinished ones are drawn as far as they came.
+    The record file determines the kind of a folder. Pages of unfinished ones show the results so far.
 
     Examples:
 
@@ -46,13 +46,15 @@ def report(
     for folder in folders:
         try:
             pages[str(folder)] = str(write_report(folder, out))
-        except RushError as error:  # one of many: the others are drawn all the same
+        except RushError as error:  # one of many: the others are still written
             refused.append(error)
             continue
         if not json:
             echo(pages[str(folder)])
     if json:
         print_json(pages)
+    elif pages:
+        next_step("python3", "-m", "webbrowser", "-t", next(iter(pages.values())), why="or rush watch FOLDER")
     for other in refused[1:]:
         note(str(other))
     if refused:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console, Group
+from rich.progress_bar import ProgressBar
 
 from rush.cli.ladder import resumable
 from rush.cli.ladder_table import minutes
 from rush.cli.options import ExtraTechniques, Json, RecipeName, is_override
-from rush.cli.output import next_step, note, print_json
+from rush.cli.output import next_step, note, print_json, watching
 
 if TYPE_CHECKING:
     from rush.lab.scaling.study import ScalingProgress
@@ -41,7 +42,7 @@ def scale(
         bool,
         typer.Option(
             "--share-device",
-            help="Let ranks share a GPU where there are too few: checks correctness, gives no speed.",
+            help="Let ranks share a GPU if there are too few: checks correctness, gives no speed.",
         ),
     ] = False,
     group_of_one: Annotated[
@@ -57,7 +58,7 @@ def scale(
     launcher: Annotated[
         str | None,
         typer.Option(
-            help="Command that starts the ranks on a cluster, with {ranks} for their number. Default: torchrun on this machine."
+            help="Command that starts the ranks on a cluster; {ranks} stands for their number. Default: torchrun on this machine."
         ),
     ] = None,
     technique: ExtraTechniques = None,
@@ -65,9 +66,10 @@ def scale(
 ) -> None:
     """Measure strong and weak scaling of every layout, in fresh processes.
 
-    Each point has its scaling efficiency with an interval, the exposed communication time, the memory of every rank, and a
-    verdict: no efficiency without parity with one rank. The recipe's step is that of the largest number of devices. An
-    interrupted study resumes when you run the same command again.
+    Each point has its scaling efficiency with an interval, the exposed communication time, the memory of
+    every rank, and a verdict: without parity with one rank there is no efficiency. The recipe's tokens per
+    step apply to the largest number of devices. An interrupted study resumes when you run the same command
+    again.
 
     Examples:
 
@@ -116,6 +118,7 @@ def scale(
     best, recipe_file = best_point(record), folder / "recipe.toml"
     if best is None:
         recipe_file.unlink(missing_ok=True)
+        next_step("rush", "report", str(folder), why="no layout is proved and faster; its page says why")
         return
     write_atomic(
         recipe_file,
@@ -125,36 +128,23 @@ def scale(
     next_step("rush", "train", str(recipe_file), "--nproc", str(best["devices"]))
 
 
-@contextmanager
-def _watching(quiet: bool) -> Iterator[Any]:
+def _watching(quiet: bool) -> AbstractContextManager[Any]:
     """A live table with a progress bar; without a terminal one line per trial."""
-    from rich.console import Console, Group
-    from rich.live import Live
-    from rich.progress_bar import ProgressBar
-
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
-    if quiet:
-        yield lambda progress: None
-        return
 
-    def lines(progress: ScalingProgress) -> None:
+    def line(progress: ScalingProgress) -> None:
         if progress.doing is None:
             console.print(*tables(progress), sep="\n")
         else:
             console.print(f"[{progress.done}/{progress.total}] {progress.doing}", markup=False)
 
-    if not console.is_terminal:
-        yield lines
-        return
-    with Live(console=console, auto_refresh=False) as live:
+    def live(progress: ScalingProgress) -> Group:
+        bar = ProgressBar(progress.total, progress.done)
+        return Group(*tables(progress), *([] if progress.doing is None else [bar]))
 
-        def show(progress: ScalingProgress) -> None:
-            bar = ProgressBar(progress.total, progress.done)
-            live.update(Group(*tables(progress), *([] if progress.doing is None else [bar])), refresh=True)
-
-        yield show
+    return watching(quiet, console, line, live)
 
 
 def tables(progress: ScalingProgress) -> list[Any]:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import typer
 
+from rush.errors import text_of
 from rush.files import append_log
 from rush.interrupts import interrupt_again
 from rush.version import __version__
@@ -64,15 +65,15 @@ def set_reporter(reporter: Reporter) -> None:
 
 
 def install_exception_hooks() -> None:
-    """One sentence instead of a traceback for exceptions in `atexit` callbacks, destructors and threads. A Ctrl-C that came during
-    a destructor, where Python drops it (imports have many), comes again."""
+    """One sentence instead of a traceback for exceptions in `atexit` callbacks, destructors and threads. A Ctrl-C during a
+    destructor, which Python drops (imports run many), is raised again."""
 
     def unraisable(found: sys.UnraisableHookArgs) -> None:
         if isinstance(found.exc_value, KeyboardInterrupt):
             interrupt_again()  # raised in here it would be dropped, too
         elif found.exc_value is not None:
             at_exit = "atexit" in (found.err_msg or "")
-            _report(found.exc_value, "at exit, when the work was done" if at_exit else "in a destructor")
+            _report(found.exc_value, "at exit, after the work was done" if at_exit else "in a destructor")
 
     def in_thread(found: threading.ExceptHookArgs) -> None:
         if found.exc_value is not None and not isinstance(found.exc_value, SystemExit):
@@ -82,25 +83,24 @@ def install_exception_hooks() -> None:
 
 
 class Readers:
-    """Who reads standard output and standard error. Rich puts /dev/null in their place when a reader has left, so it looks at
-    copies."""
+    """Copies of standard output and standard error: Rich replaces the originals by /dev/null when a reader has left."""
 
     def __init__(self) -> None:
         self.copies: list[int] = []
         for stream in (1, 2):
-            with suppress(OSError):  # it was closed by whoever started this
+            with suppress(OSError):  # the parent process closed it
                 self.copies.append(os.dup(stream))
 
     def left(self) -> bool:
         """Whether one of them is a pipe that nobody reads any more."""
         watched = select.poll()
         for copy in self.copies:
-            watched.register(copy, 0)  # errors are always told
+            watched.register(copy, 0)  # register for errors only, which are always reported
         return any(event & (select.POLLERR | select.POLLHUP) for _, event in watched.poll(0))
 
 
 def log_unexpected(error: BaseException, at: str, *places: Path) -> str:
-    """Log an unexpected error to the first of these files that can be written; returns a sentence that says where."""
+    """Log an unexpected error to the first of these files that can be written; returns a sentence with its path."""
     head = f"=== {time.strftime('%Y-%m-%d %H:%M:%S %z')} ===\nat: {at}\nversions: rush {__version__}, Python {platform.python_version()}\n\n"
     log = append_log(head + "".join(traceback.format_exception(error)) + "\n", *places, *_usual_places())
     return f"The full log is {log}." if log else "No log could be written; --debug shows the traceback."
@@ -114,7 +114,7 @@ _report: Reporter = report_unexpected
 
 
 def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in text_of(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300].rstrip('.')}" if lines else type(error).__name__
 
 

@@ -27,9 +27,7 @@ def start(
     ],
     more: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[FILE | KEY=VALUE]...", help="Further data, and overrides of what is decided."
-        ),
+        typer.Argument(metavar="[FILE | KEY=VALUE]...", help="More data, and overrides of the decisions."),
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -37,24 +35,22 @@ def start(
             metavar="FILE", help="Files, patterns or folders: JSONL, JSON, CSV, TSV, Parquet, text."
         ),
     ] = None,
-    hours: Annotated[
-        float | None, typer.Option(help="Time there is: fewer epochs where it is short.")
-    ] = None,
+    hours: Annotated[float | None, typer.Option(help="Available hours: limits the number of epochs.")] = None,
     memory: Annotated[float | None, typer.Option(help="Memory of the device, in GB of 10⁹ bytes.")] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="A device of the catalog, as in h100-sxm, or cpu. Default: this machine's."),
+        typer.Option(help="A device from the catalog, as in h100-sxm, or cpu. Default: this machine's."),
     ] = None,
     price: Annotated[float | None, typer.Option(help="Price of the device per hour.", min=0)] = None,
-    out: Annotated[Path, typer.Option(help="Where to write the recipe.")] = Path("recipe.toml"),
+    out: Annotated[Path, typer.Option(help="Output file.")] = Path("recipe.toml"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     json: Json = False,
 ) -> None:
-    """Write a recipe for a model and data: what to train, how, and what fits the device, with the reasons.
+    """Write a recipe for a model and data that fits a device, with a reason for every choice.
 
-    Reads the model's config and tokenizer and all rows, and decides objective, template, sequence, packing, full
-    fine-tuning, LoRA or QLoRA, techniques, batch, learning rate and epochs. No GPU is needed to plan for one. Whatever is
-    given as KEY=VALUE is kept.
+    Reads the model's config and tokenizer and all rows, and decides objective, template, sequence, packing, full fine-tuning,
+    LoRA or QLoRA, techniques, batch, learning rate and epochs. It can plan for a GPU without one. Every KEY=VALUE you give is
+    kept.
 
     Examples:
 

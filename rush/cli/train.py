@@ -48,7 +48,7 @@ def train(
     until: Annotated[
         int | None,
         typer.Option(
-            help="Stop after this step, with a checkpoint to resume from. The schedule stays that of the whole run.",
+            help="Stop after this step, with a checkpoint to resume from. The learning rate schedule does not change.",
             min=1,
         ),
     ] = None,
@@ -56,7 +56,7 @@ def train(
         str | None,
         typer.Option(
             metavar="N or MIN:N",
-            help="Ranks to start on this machine: the layout's sizes multiplied. With MIN:N the run continues on fewer ranks, "
+            help="Ranks to start on this machine: the product of the layout's sizes. With MIN:N the run continues on fewer ranks, "
             "down to MIN, when restarts fail.",
         ),
     ] = None,
@@ -105,7 +105,7 @@ def train(
     files = technique or []
     with one_message():
         if recipe is None and not (resume and out):
-            raise RecipeError("no recipe was named; write `rush train RECIPE` (see `rush recipes`), or give --out with "
+            raise RecipeError("no recipe was given; write `rush train RECIPE` (see `rush recipes`), or give --out with "
                               "--resume to resume a run.")  # fmt: skip
         if resume and out is None:
             raise RecipeError("--resume needs --out: the folder of the run to resume.")
@@ -113,7 +113,7 @@ def train(
 
         with added(files):
             if nproc is not None:
-                _start_ranks(nproc, restarts, recipe, changes, out, resume, json, files, until)
+                start_ranks(nproc, restarts, recipe, changes, out, resume, json, files, until)
             summary = _train_here(recipe, changes, out, resume, shrink, json, until)
 
     from rush.parallel import started_rank, started_world
@@ -180,7 +180,7 @@ def _train_here(
 
 
 def _how_to_watch(folder: Path, recipe: Recipe | None) -> str:
-    """The line that a run begins with."""
+    """The first line that a run prints."""
     from rush.training.trackers import where_to_look
 
     others = where_to_look(recipe, folder) if recipe is not None else []
@@ -188,7 +188,7 @@ def _how_to_watch(folder: Path, recipe: Recipe | None) -> str:
 
 
 def _warn_of_another_machine(file: Path, recipe: Recipe) -> None:
-    """A recipe from `rush tune` names the machine it was tuned on. It trains elsewhere too, but may not be the fastest there."""
+    """A recipe from `rush tune` records the machine it was tuned on. It trains elsewhere too, but may not be the fastest there."""
     from rush.parallel import started_rank
     from rush.records.tune import tuned_on
 
@@ -233,7 +233,7 @@ def _decided(recipe: Recipe | None, folder: RunFolder) -> Recipe | None:
 
 
 def _shrunk(recipe: Recipe) -> Recipe:
-    """The recipe for the ranks that are there."""
+    """The recipe for the available ranks."""
     from rush.parallel import started_rank, started_world
     from rush.training.fewer_ranks import changes, shrunk
 
@@ -243,7 +243,7 @@ def _shrunk(recipe: Recipe) -> Recipe:
     return fitting
 
 
-def _start_ranks(
+def start_ranks(
     nproc: str,
     restarts: int,
     recipe: str | None,

@@ -26,17 +26,18 @@ from rush.ready import short_name
 from rush.records.gains import judge, over_original
 from rush.records.life import life_words
 from rush.records.step_gap import parity_words
-from rush.records.tune import PLANNED, TuneRecord, judged_again, proved, short_names
+from rush.records.tune import TuneRecord, judged_again, proved, short_names
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from rush.records.tune import CandidateRow
+    from rush.tune.search import Doing
 
 MOST_ROWS = 24
-"""Rows of the table; tune.json has all candidates."""
+"""Maximum rows of the table; tune.json has all candidates."""
 CANDIDATE = 26
-"""The widest column of candidates: names are cut between their knobs only."""
+"""Maximum width of the column of candidates; names are broken between knobs only."""
 COLORS = {
     "won": "green",
     "ahead": "green",
@@ -46,7 +47,7 @@ COLORS = {
     "failed": "red",
 }
 CROWDED = 1.5
-"""Load average per core above which other processes disturbed the trials; a trial on a CPU makes about one itself."""
+"""Load average per core above which other processes disturbed the trials; a trial on a CPU itself causes about 1."""
 TRIED = ("start", "ahead", "lost", "won", "failed", "different", "no effect", "unusable")
 
 
@@ -89,7 +90,7 @@ def tune(
     beside: Annotated[
         list[str] | None,
         typer.Option(
-            help="A hand-written recipe to time against the winner after the search, by name or file, with overrides behind it: "
+            help="A hand-written recipe to time against the winner after the search, by name or file, followed by overrides: "
             "'tiny techniques=[]'. Its techniques and micro batch are used. May be repeated.",
             autocompletion=complete_recipe,
         ),
@@ -98,8 +99,9 @@ def tune(
         int | None,
         typer.Option(
             metavar="TOKENS",
-            help="After the search, race the winner with the unchanged recipe over so many tokens, with three seeds: how much sooner "
-            "is the same loss reached? Takes the time of six runs, beyond the budget.",
+            help="After the search, race the winner with the unchanged recipe over this many tokens, with "
+            "three seeds: how much sooner "
+            "is the same loss reached? Takes the time of six runs, in addition to the budget.",
             min=1,
         ),
     ] = None,
@@ -109,7 +111,7 @@ def tune(
     """Search for the fastest recipe on this machine that still learns the same, prove it, and write it to a file.
 
     The planner prunes what cannot fit, short trials rank, longer trials decide, and the winner is compared with plain fp32. A
-    candidate whose loss curve differs, or with a technique that has no effect, is rejected. Tokens per step stay unchanged, as
+    candidate is rejected if its loss curve differs or one of its techniques has no effect. Tokens per step stay unchanged, as
     do LoRA and QLoRA of the recipe, which the reference uses too.
 
     An interrupted search resumes when you run the same command again. No trial is repeated.
@@ -235,7 +237,7 @@ def _watching(quiet: bool) -> Iterator[Any]:
         return
     jumps: dict[str, str] = {}
 
-    def show(record: TuneRecord, doing: str | None) -> None:
+    def show(record: TuneRecord, doing: Doing | None) -> None:
         jumps.update(planned_parts(record))
         live.update(tune_table(record, doing), refresh=True)
 
@@ -250,10 +252,10 @@ class _TuneLines:
 
     def __init__(self, console: Any) -> None:
         self.console = console
-        self.last: str | None = ""
+        self.last: Doing | None = None
         self.described: set[str] = set()
 
-    def __call__(self, record: TuneRecord, doing: str | None) -> None:
+    def __call__(self, record: TuneRecord, doing: Doing | None) -> None:
         if doing is None and record["finished"]:
             self.console.print(tune_table(record, None))
         elif doing is not None and doing != self.last:
@@ -265,22 +267,15 @@ class _TuneLines:
         self.last = doing
 
 
-def shortened(record: TuneRecord, doing: str) -> str:
+def shortened(record: TuneRecord, doing: Doing) -> str:
     """The running trial, with the short name of its candidate."""
-    names = short_names(record["candidates"])
-    # One key may be a prefix of another: take the longest match.
-    key = max((key for key in names if doing.startswith(key)), key=len, default="")
-    return names.get(key, "") + doing.removeprefix(key)
+    return doing.called(str(short_names(record["candidates"]).get(doing.candidate, doing.candidate)))
 
 
 def planned_parts(record: TuneRecord) -> list[tuple[str, str]]:
     """The planner's recipes with all their parts, where the short name does not list them."""
-    names = short_names(record["candidates"])
-    return [
-        (name, key.removeprefix(PLANNED))
-        for key, name in names.items()
-        if key.startswith(PLANNED) and ":" not in name
-    ]
+    names = short_names(record["candidates"]).values()
+    return [(name.short, name.whole) for name in names if name.whole]
 
 
 def clock(record: TuneRecord) -> str:
@@ -288,7 +283,7 @@ def clock(record: TuneRecord) -> str:
     return f"{minutes(left)} left"
 
 
-def tune_table(record: TuneRecord, doing: str | None) -> Table:
+def tune_table(record: TuneRecord, doing: Doing | None) -> Table:
     """The candidates in the order of their trials, then those that were not tried, with the reason."""
     from rich import box
     from rich.table import Table
@@ -319,7 +314,7 @@ def tune_table(record: TuneRecord, doing: str | None) -> Table:
     tried = [row for row in record["candidates"] if row["state"] in TRIED]
     shown = [row for row in rest if row["state"] != "refused"][: max(0, MOST_ROWS - len(tried))]
     for row in [*tried, *(shown if record["finished"] else [])]:
-        cells = list(map(Text, _cells(row, folded(names[row["key"]], CANDIDATE))))
+        cells = list(map(Text, _cells(row, folded(str(names[row["key"]]), CANDIDATE))))
         cells[-1].stylize(COLORS.get(row["state"], ""))
         table.add_row(*cells)
     return table

@@ -20,8 +20,9 @@ def watch(
 ) -> None:
     """Show runs, ladders, searches and scaling studies live in a browser.
 
-    Prints an address of this machine with a token in it: only who has the address can look. Curves of several runs are shown
-    on top of each other, with samples and status, within two seconds of a new row. It only reads; Ctrl-C ends it.
+    Prints a local address that contains a token: only someone with the address has access. The page overlays
+    curves of several runs, with samples and status, and shows a new row within two seconds. It only reads;
+    Ctrl-C stops it.
 
     Examples:
 
@@ -44,4 +45,4 @@ def watch(
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
-            echo("Stopped watching; the runs go on.")
+            echo("Stopped watching; the runs continue.")

@@ -1,4 +1,4 @@
-"""Runs on clusters: what starts `rush train` on many nodes, for Slurm, for Kubernetes and for SkyPilot."""
+"""Runs on clusters: job files that start `rush train` on many nodes, for Slurm, Kubernetes and SkyPilot."""
 
 from __future__ import annotations
 

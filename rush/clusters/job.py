@@ -17,7 +17,7 @@ MAX_NAME = 63
 
 @dataclass(frozen=True)
 class Job:
-    """A run on a cluster. What is None is left to the cluster's own default."""
+    """A run on a cluster. None means the cluster's own default."""
 
     name: str
     recipe: Recipe
@@ -29,7 +29,7 @@ class Job:
     """On storage that every node sees."""
     time_limit: str = "24:00:00"
     grace_s: int = 300
-    """How long before the time limit the run is asked to stop, for its last step and its checkpoint."""
+    """Seconds before the time limit at which the run is signaled to stop, for its last step and its checkpoint."""
     max_restarts: int = 3
     environment: Mapping[str, str] = field(default_factory=dict)
     partition: str | None = None
@@ -46,8 +46,8 @@ class Job:
     memory_per_node: str | None = None
 
     def __post_init__(self) -> None:
-        """A line break or another control character in a word would be more than a word in a script or a manifest, and nothing
-        (the value of a variable that is not set, say) less than one."""
+        """Refuse line breaks and other control characters, which would break a script or a manifest, and empty arguments (such
+        as the value of an unset variable)."""
         texts = {_option(name): value for name, value in vars(self).items() if isinstance(value, str)}
         check_lines(texts)
         for name, value in texts.items():
@@ -76,7 +76,7 @@ def check_lines(said: Mapping[str, str]) -> None:
 
 
 def check_nodes(recipe: Recipe, nodes: int, gpus_per_node: int) -> None:
-    """Refuse a layout that is not made for so many GPUs, with one that is."""
+    """Refuse a layout that does not match this number of GPUs, and suggest one that does."""
     for name, count in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
         if count < 1:
             raise RecipeError(f"{name} is {count}; allowed: whole numbers from 1.")

@@ -1,7 +1,7 @@
-"""The Kubernetes manifest of a run: a Kubeflow TrainJob and what it stands on.
+"""The Kubernetes manifest of a run: a Kubeflow TrainJob and its dependencies.
 
-Four documents: a claim for storage that all nodes share, the recipe as a ConfigMap, a TrainingRuntime (what a node is: volumes,
-restarts, time to stop), and the TrainJob itself. Kubeflow's torch policy gives every pod torchrun's settings in its
+It has four documents: a claim for shared storage, the recipe as a ConfigMap, a TrainingRuntime (volumes, restarts, grace period
+of a node), and the TrainJob itself. Kubeflow's torch policy gives every pod torchrun's settings in its
 environment (PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR …), so the command is plain torchrun. When a pod fails, the JobSet
 starts all of them again, and `--resume` continues from the last checkpoint. Sources: kubeflow/trainer,
 pkg/apis/trainer/v1alpha1 (TrainJob, TrainingRuntime); kubernetes-sigs/jobset, v1alpha2 (JobSetSpec).
@@ -67,7 +67,7 @@ def _runtime(job: Job) -> Table:
         "volumes": [
             {"name": "shared", "persistentVolumeClaim": {"claimName": job.label}},
             {"name": "settings", "configMap": {"name": job.label}},
-            # NCCL's ranks of one node meet in shared memory, of which a container has 64 MiB otherwise.
+            # NCCL's ranks of one node communicate through shared memory; a container's default is 64 MiB.
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
@@ -84,7 +84,7 @@ def _runtime(job: Job) -> Table:
         "kind": "TrainingRuntime",
         "metadata": _metadata(job),
         "spec": {
-            # How many ranks a node has stands in the TrainJob alone: the policy's own key for it came and went.
+            # Only the TrainJob sets the number of ranks per node: versions of the policy differ in their key for it.
             "mlPolicy": {"numNodes": job.nodes, "torch": {}},
             "template": {
                 "spec": {"failurePolicy": {"maxRestarts": job.max_restarts}, "replicatedJobs": [node]}

@@ -1,10 +1,11 @@
-"""SkyPilot's task file of a run: machines of a cloud (or pods) are found, set up, and given back when the run is done.
+"""SkyPilot's task file of a run: cloud machines (or pods) are provisioned, set up, and released when the run is done.
 
-The file says what a node needs (accelerators, spot or not), what is copied to it (`file_mounts`), how rush gets there (`setup`,
-once a machine) and what it runs: torchrun on every node, which meet at the first address of SKYPILOT_NODE_IPS. The command is
-the same every time, so a managed job (`sky jobs launch`) that lost a spot machine resumes from the last checkpoint. For that
-the run folder must outlive the machine: a volume that all nodes mount, or, on one node, a bucket. A bucket is no shared file
-system: each node sees its own cache of it, so ranks on several nodes cannot seal one checkpoint there.
+The file lists the resources of a node (accelerators, spot or not), the files to copy (`file_mounts`), how to install rush
+(`setup`, once per machine) and the command: torchrun on every node, with the rendezvous at the first address of
+SKYPILOT_NODE_IPS. The command is always the same, so a managed job (`sky jobs launch`) that lost a spot machine resumes from
+the last checkpoint. For that the run folder must outlive the machine: a volume that all nodes mount, or, on one node, a bucket.
+A bucket is not a shared file system: each node sees its own cache of it, so ranks on several nodes cannot seal one checkpoint
+there.
 Source: skypilot-org/skypilot, docs/source/reference/yaml-spec.rst; the tests parse the file with its own package.
 """
 
@@ -34,17 +35,17 @@ Table = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sky:
-    """What only SkyPilot asks. What is None is left to it."""
+    """Settings for SkyPilot only. None means its default."""
 
     accelerator: str
     package: str | None = None
-    """What pip installs on a node: a wheel of this machine or a requirement. None: the image has rush."""
+    """The package to install with pip on a node: a local wheel or a requirement. None: the image has rush."""
     wheel: bool = False
     image: str | None = None
     infra: str | None = None
     spot: bool = False
     autostop_minutes: int = 10
-    """A cluster that idles so long is stopped, or taken down where the run folder outlives it. 0: never."""
+    """Idle minutes after which a cluster is stopped, or terminated if the run folder outlives it. 0: never."""
     volume: str | None = None
     bucket: str | None = None
     mounts: Mapping[str, str] = field(default_factory=dict)
@@ -79,7 +80,7 @@ def task_file(job: Job, sky: Sky) -> str:
         ) from None
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]
-        """Scripts as blocks that a person can read."""
+        """Scripts as readable YAML blocks."""
 
     def text(dumper: Any, value: str) -> Any:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
@@ -137,7 +138,7 @@ def _resources(job: Job, sky: Sky) -> Table:
     if sky.image:
         found["image_id"] = f"docker:{sky.image}"
     found["use_spot"] = sky.spot
-    # A lost machine is always replaced; a run that failed by itself, so often.
+    # A lost machine is always replaced; a run that fails by itself is restarted this many times.
     found["job_recovery"] = {"max_restarts_on_errors": job.max_restarts}
     found["autostop"] = (
         {"idle_minutes": sky.autostop_minutes, "down": sky.keeps_runs} if sky.autostop_minutes else False

@@ -1,10 +1,10 @@
 """The Slurm batch script of a run.
 
-One task a node is torchrun, which starts a rank for each GPU; the nodes meet at the first of them. A job that reaches its
-time limit is asked to stop a few minutes before: `--signal=B:USR1@300` wakes the script, which has Slurm send SIGTERM to the
-ranks; they end after the same step with a checkpoint, and the job goes back into the queue. The command is the same every time:
-`--resume` starts a new run or resumes an existing one. A node failure requeues the job as well.
-Sources: sbatch(1) and srun(1), https://slurm.schedmd.com/sbatch.html and srun.html; container options are those of pyxis,
+Each node runs one task, torchrun, which starts a rank for each GPU; the rendezvous is on the first node. A few minutes
+before the time limit Slurm signals the script (`--signal=B:USR1@300`), which has Slurm send SIGTERM to the ranks; they
+end after the same step with a checkpoint, and the job is requeued. The command is always the same: `--resume` starts a
+new run or resumes an existing one. A node failure requeues the job as well. Sources: sbatch(1) and srun(1),
+https://slurm.schedmd.com/sbatch.html and srun.html; container options are those of pyxis,
 https://github.com/NVIDIA/pyxis.
 """
 
@@ -17,7 +17,7 @@ from rush.clusters.job import Job
 from rush.errors import RecipeError
 
 VALUE = re.compile(r"[\w.,:@%+=/\[\]-]+")
-"""What a directive may hold: sbatch reads the rest of a line, so a blank or a line break would add to it."""
+"""Allowed characters of a directive: sbatch reads the rest of a line, so a blank or a line break would add to it."""
 VARIABLE = re.compile(r"(\$[A-Za-z_][A-Za-z0-9_]*)")
 
 
@@ -93,7 +93,7 @@ def options(job: Job) -> list[str]:
 
 def _surroundings(job: Job) -> list[str]:
     lines = [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
-    # Ranks that are asked to stop need time for their step and its checkpoint before torchrun loses patience.
+    # Ranks that are signaled need time for their step and its checkpoint before torchrun's timeout kills them.
     lines.append(f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={max(30, job.grace_s - 60)}")
     if job.venv is not None and job.container is None:
         lines.append(f"source {quoted_path(f'{job.venv}/bin/activate')}")

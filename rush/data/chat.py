@@ -1,7 +1,7 @@
 """Chat templates: render a conversation as text.
 
-A template is a Jinja program of an untrusted model: it is rendered in the guarded child, with limits on time and memory
-(`rush/data/guarded`). Our own templates need no guard and are rendered here.
+A template is a Jinja program of an untrusted model: it is rendered in the restricted child, with limits on
+time and memory (`rush/data/guarded`). Our own templates are rendered here.
 """
 
 from __future__ import annotations

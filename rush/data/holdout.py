@@ -1,7 +1,8 @@
-"""What is held out: a share of the documents, by a hash of each; of little data, one document.
+"""The held-out split: a fraction of the documents, selected by a hash of each; of little data, one document.
 
-A share of 1 % of five documents holds most often none, and a run that validates could not start. Then the document with the
-lowest hash is held out: the first that a larger share would take, so the choice depends on the documents and the seed alone.
+A fraction of 1 % of five documents is usually empty, and a run that validates could not start. Then the document with the
+lowest hash is held out: the first that a larger fraction would select, so the choice depends only on the documents and the
+seed.
 """
 
 from __future__ import annotations

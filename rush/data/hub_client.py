@@ -1,8 +1,8 @@
-"""The Hugging Face hub: ids, the commit that a revision names, and its errors as sentences.
+"""The Hugging Face hub: ids, the commit of a revision, and messages for its errors.
 
 An id is `OWNER/NAME` or `OWNER/NAME@REVISION` (a branch, a tag or a commit). The environment is the hub's own: HF_ENDPOINT,
-HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, and HF_TOKEN or what `hf auth login` stored. It is read at every call. The token is used by
-huggingface_hub alone: it is in no message and in no file of ours.
+HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, and HF_TOKEN or what `hf auth login` stored. It is read at every call. Only
+huggingface_hub uses the token: it is in none of our messages and files.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class HubId:
 def parse_id(text: str, kind: Kind = "model") -> HubId | None:
     """The repository that a text names; None for a path.
 
-    A folder of that name on this machine comes first; where OWNER is a folder here, the whole is a path. `hub:OWNER/NAME` is an
-    id in any case.
+    A local folder of that name takes precedence; if OWNER is a local folder, the text is a path.
+    `hub:OWNER/NAME` is always an id.
     """
     found = _ID.fullmatch(text)
     if found is None or ".." in text:
@@ -79,7 +79,7 @@ def endpoint() -> str:
 
 
 def offline() -> bool:
-    """Whether HF_HUB_OFFLINE forbids asking the hub."""
+    """Whether HF_HUB_OFFLINE forbids requests to the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
@@ -98,15 +98,15 @@ def pinned(repo: HubId, note: Note = lambda text: None) -> HubId:
     """
     if repo.commit is not None:
         return repo
-    commit, remark = _resolved(repo, endpoint(), cache_dir(), offline())
+    commit, remark = resolved(repo, endpoint(), cache_dir(), offline())
     if remark:
         note(remark)
     return replace(repo, revision=commit)
 
 
 @cache
-def _resolved(repo: HubId, server: str, folder: Path, silent: bool) -> tuple[str, str]:
-    """The commit, and a remark where the hub was not asked. The arguments after `repo` are what the answer depends on."""
+def resolved(repo: HubId, server: str, folder: Path, silent: bool) -> tuple[str, str]:
+    """The commit, and a remark if the hub was not contacted. The arguments after `repo` are cache keys."""
     ref = repo.folder / "refs" / (repo.revision or "main")
     known = ref.read_text().strip() if os.path.isfile(ref) else ""
     if silent:
@@ -135,7 +135,7 @@ def _resolved(repo: HubId, server: str, folder: Path, silent: bool) -> tuple[str
 
 
 def not_here(repo: HubId, why: str) -> str:
-    """What to do where a repository is neither in the cache nor to be had."""
+    """What to do if a repository is neither in the cache nor reachable."""
     dataset = "--repo-type dataset " if repo.kind == "dataset" else ""
     use = "give its files here as data.files" if repo.kind == "dataset" else "give its folder here"
     return (

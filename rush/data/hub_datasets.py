@@ -147,7 +147,7 @@ def _is_converted(files: tuple[str, ...]) -> bool:
 
 
 def _converted_files(dataset: HubDataset, files: tuple[str, ...]) -> list[str]:
-    """The Parquet files of a config and a split. Of a very large dataset the hub converts a part."""
+    """The Parquet files of a config and a split. For a very large dataset the hub converts only a part."""
     parts = {path: path.split("/") for path in sorted(files) if path.endswith(".parquet")}
     configs = sorted({config for config, _, _ in parts.values()})
     config = dataset.config or ("default" if "default" in configs else configs[0])

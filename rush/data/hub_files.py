@@ -1,8 +1,9 @@
 """Files of a repository on the hub: in the hub's cache, downloaded once, checked by size and hash.
 
-The cache is huggingface_hub's, so what other tools downloaded is used, and they find what rush downloaded. A file that was cut off
-goes on where it stopped. One process of a host downloads and the others wait. The hub names the SHA-256 of a large file and the git
-hash of a small one; each file is compared once, and remembered with its size and its time.
+The cache is huggingface_hub's, so rush shares downloads with other tools. An interrupted download resumes
+where it stopped. One process per host downloads and the others wait. The hub gives the SHA-256 of a large
+file and the git hash of a small one; each file is verified once, and remembered with its size and
+modification time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rush.errors import DataError, MachineError
 from rush.files import cache_folder, write_atomic, writing
 
 LARGE = 8 << 20
-"""Files from here on are resumed in the middle."""
+"""Size from which interrupted downloads resume in the middle."""
 ADVICE = "Free space, or set HF_HOME to a folder on another disk."
 
 
@@ -35,7 +36,7 @@ class RemoteFile:
     name: str
     size: int
     sha256: str | None
-    """Of a large file."""
+    """SHA-256 of a large file."""
     git: str
     """Hash of the git object."""
 
@@ -122,7 +123,7 @@ def _own_folder(repo: HubId) -> Path:
 
 @contextmanager
 def _explained(repo: HubId, file: RemoteFile) -> Iterator[None]:
-    """Errors of a download as sentences."""
+    """Turn errors of a download into messages."""
     try:
         with writing(repo.folder, f"{file.name} of {repo.name} into the cache ", ADVICE):
             yield
@@ -156,10 +157,10 @@ def _download(repo: HubId, file: RemoteFile, bar: type[Any]) -> None:
 
 
 def _download_large(repo: HubId, file: RemoteFile, place: dict[str, Any], bar: type[Any]) -> None:
-    """Download to `blobs`, going on where an earlier download stopped.
+    """Download to `blobs`, resuming an earlier download.
 
-    huggingface_hub starts a file anew in every process, and with hf_xet it fetches from another place: what that library can do
-    faster it does, where nothing has been downloaded yet.
+    huggingface_hub restarts a file in every process, and with hf_xet it fetches from another server: that faster library is
+    used if nothing has been downloaded yet.
     """
     blob = repo.folder / "blobs" / file.etag
     part = blob.with_name(f"{blob.name}.part")
@@ -195,7 +196,7 @@ def _damaged(repo: HubId, file: RemoteFile) -> DataError:
 
 
 class _Checked:
-    """What was compared already: of each file its hash, size and time; and which files a role has."""
+    """Files that were verified already, with hash, size and time; and the files of each role."""
 
     def __init__(self, repo: HubId) -> None:
         self.repo, self.path = repo, _own_folder(repo) / f"{repo.commit}.json"
@@ -206,13 +207,13 @@ class _Checked:
             self.files, self.roles = {}, {}
 
     def has(self, name: str) -> bool:
-        """Whether a file is there as it was when it was compared."""
+        """Whether a file is unchanged since it was verified."""
         path = snapshot(self.repo) / name
         known = self.files.get(name)
         return known is not None and os.path.isfile(path) and known[1:] == _stamp(path)
 
     def check(self, file: RemoteFile) -> None:
-        """Compare a file with its hash. A wrong one is removed, so that it is downloaded again."""
+        """Verify a file's hash. A wrong file is removed, so that it is downloaded again."""
         path = snapshot(self.repo) / file.name
         if self.has(file.name) and self.files[file.name][0] == file.etag:
             return

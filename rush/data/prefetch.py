@@ -83,7 +83,7 @@ class PrefetchingLoader(ABC, Generic[Place]):
 
 
 def ceil_nearly(number: float) -> int:
-    """The next whole number, or the one just below where rounding is all that is missing."""
+    """Round up, or down if the value exceeds a whole number only by rounding error."""
     return math.ceil(number - 1e-9 * max(1.0, number))
 
 

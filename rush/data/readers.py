@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, AnyStr
 
 from rush.errors import DataError, MachineError
 from rush.files import open_file
@@ -30,7 +30,7 @@ from rush.files import open_file
 TEXT_DOCUMENT_BYTES = 64 * 1024
 TEXT_WHOLE_BYTES = 4 * TEXT_DOCUMENT_BYTES
 LONGEST_LINE = 256 << 20
-UNFOLDED_BYTES, UNFOLDED_TIMES = 256 << 20, 1000
+DECOMPRESSED_BYTES, DECOMPRESSED_TIMES = 256 << 20, 1000
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 LARGEST_LIST = 1 << 30
 ROW_ENDINGS = ".jsonl, .csv, .tsv (each also with .gz or .zst), .json (a list of objects), .parquet"
@@ -252,21 +252,21 @@ def read_lines(piece: Slice) -> Iterator[tuple[int, bytes]]:
                 yield number, content
 
 
-def _check_unfolded(path: str, num_bytes: int) -> None:
-    """Refuse a file that unfolds to a thousand times its size: half a kilobyte can hold terabytes of one letter."""
-    if num_bytes > UNFOLDED_BYTES and num_bytes > UNFOLDED_TIMES * os.path.getsize(path):
+def _check_decompressed(path: str, num_bytes: int) -> None:
+    """Refuse a file that decompresses to a thousand times its size: half a kilobyte can expand to terabytes of one letter."""
+    if num_bytes > DECOMPRESSED_BYTES and num_bytes > DECOMPRESSED_TIMES * os.path.getsize(path):
         raise DataError(
-            f"{path} unfolds to more than {num_bytes >> 20:,} MiB, over {UNFOLDED_TIMES:,} times its {os.path.getsize(path):,} bytes. "
+            f"{path} decompresses to more than {num_bytes >> 20:,} MiB, over {DECOMPRESSED_TIMES:,} times its {os.path.getsize(path):,} bytes. "
             "Decompress it yourself if that is meant."
         )
 
 
-def _lines(file: IO[bytes], path: str) -> Iterator[bytes]:
+def _lines(file: IO[AnyStr], path: str) -> Iterator[AnyStr]:
     """The lines of a file; one without an end (a compressed gigabyte of zeros) is refused."""
     read = 0
     while line := file.readline(LONGEST_LINE + 1):
         read += len(line)
-        _check_unfolded(path, read)
+        _check_decompressed(path, read)
         _check_line(path, line)
         yield line
 
@@ -276,15 +276,15 @@ def read_batches(piece: Slice, columns: list[str] | None = None) -> Iterator[tup
     number, groups = piece.first, list(range(piece.start, piece.stop))
     with open_parquet(piece.path) as file:
         batches = file.iter_batches(batch_size=256, row_groups=groups, columns=columns)
-        unfolded = 0
+        decompressed_bytes = 0
         while (batch := _next_batch(batches, piece.path)) is not None:
-            unfolded += _unfolded_bytes(batch)
-            _check_unfolded(piece.path, unfolded)
+            decompressed_bytes += _decompressed_bytes(batch)
+            _check_decompressed(piece.path, decompressed_bytes)
             yield number, batch
             number += batch.num_rows
 
 
-def _unfolded_bytes(batch: Any) -> int:
+def _decompressed_bytes(batch: Any) -> int:
     """The bytes of a batch with every text written out: a dictionary holds one for many rows."""
     compute = importlib.import_module("pyarrow.compute")
     total = 0
@@ -313,7 +313,7 @@ def batch_rows(batch: Any, path: str) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def damaged_parquet(path: str) -> Iterator[None]:
-    """What pyarrow raises for damaged pages: its own errors, those of codecs and of values that are none."""
+    """The exceptions that pyarrow raises for damaged pages: its own, those of codecs and of invalid values."""
     arrow = import_extra("pyarrow", "parquet", "Reading Parquet files")
     try:
         yield
@@ -354,7 +354,7 @@ def csv_records(path: str) -> Iterator[tuple[int, list[str], list[str]]]:
     name = path.lower().removesuffix(".gz").removesuffix(".zst")
     delimiter = "\t" if name.endswith(".tsv") else ","
     with decompressed(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(_text_lines(file, path), delimiter=delimiter, strict=True)
+        reader = csv.reader(_lines(file, path), delimiter=delimiter, strict=True)
         try:
             header = next(reader, [])
             if len(set(header)) != len(header):
@@ -372,15 +372,6 @@ def csv_records(path: str) -> Iterator[tuple[int, list[str], list[str]]]:
             raise DataError(f"{path}:{reader.line_num}: not valid CSV ({error}).") from None
 
 
-def _text_lines(file: io.TextIOWrapper, path: str) -> Iterator[str]:
-    read = 0
-    while line := file.readline(LONGEST_LINE + 1):
-        read += len(line)
-        _check_unfolded(path, read)
-        _check_line(path, line)
-        yield line
-
-
 def _check_line(path: str, line: bytes | str) -> None:
     if len(line) > LONGEST_LINE:
         raise DataError(f"{path}: a line is longer than {LONGEST_LINE >> 20} MiB, the longest that is read.")
@@ -390,6 +381,18 @@ def ragged(header: list[str], cells: list[str]) -> str:
     return f"{len(cells)} cells under {len(header)} columns"
 
 
+class BadLine(DataError):
+    """A line that is no row; `problem` is the message without the name of the line."""
+
+    problem: str
+
+    @classmethod
+    def at(cls, name: str, problem: str) -> BadLine:
+        bad = cls(f"{name}: {problem}")
+        bad.problem = problem
+        return bad
+
+
 def parse_line(line: bytes, path: str, number: int) -> tuple[str, dict[str, Any]]:
     """The row of a line of JSONL, with its name."""
     name = f"{path}:{number}"
@@ -397,11 +400,11 @@ def parse_line(line: bytes, path: str, number: int) -> tuple[str, dict[str, Any]
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{name}: {json_problem(error)}. Each line must be one JSON object; fix or remove the line."
+        raise BadLine.at(
+            name, f"{json_problem(error)}. Each line must be one JSON object; fix or remove the line."
         ) from error
     if not isinstance(row, dict):
-        raise DataError(f"{name}: expected a JSON object, found {type(row).__name__}.")
+        raise BadLine.at(name, f"expected a JSON object, found {type(row).__name__}.")
     return name, row
 
 
@@ -477,7 +480,8 @@ def _decode(raw: bytes, name: str, at: int = 0) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{name}: not UTF-8 text (byte 0x{raw[error.start]:02x} at position {at + error.start}). "
-            "Convert the file to UTF-8, for example with iconv."
+        raise BadLine.at(
+            name,
+            f"not UTF-8 text (byte 0x{raw[error.start]:02x} at position {at + error.start}). "
+            "Convert the file to UTF-8, for example with iconv.",
         ) from error

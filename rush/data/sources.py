@@ -4,8 +4,8 @@
 becomes one shard, and is not repeated after an interruption. Units do not depend on the number of workers, so the result does
 not either. `describe_source` identifies a source without reading it.
 
-The default source, `python-stdlib`, is on every machine: some 10 MB of text that needs no network. `python-packages` adds the
-sources of the packages that rush needs, torch above all: some 80 MB, for the larger models.
+The default source, `python-stdlib`, is on every machine: some 10 MB of text that needs no network.
+`python-packages` adds the sources of rush's dependencies, mostly torch: some 80 MB, for the larger models.
 """
 
 from __future__ import annotations

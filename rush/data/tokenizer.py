@@ -4,7 +4,7 @@ Truncation and padding of a `tokenizer.json` are disabled: documents are encoded
 text; the shard writer adds the end-of-document token. Text such as `<|endoftext|>` in a corpus is encoded as ordinary characters
 (`specials=False`) and cannot end a document.
 
-A tokenizer.json is a stranger's: it is tried in a guarded child before it is loaded here (`rush/data/tokenizer_trial.py`).
+A tokenizer.json is untrusted: it is tested in a restricted child before it is loaded here (`rush/data/tokenizer_trial.py`).
 
 The offline default is a byte-level BPE trained on the corpus: every text has an encoding that decodes to itself.
 """
@@ -313,13 +313,13 @@ def _parse(json_text: str, name: str) -> tokenizers.Tokenizer:
 
 
 def _state(part: Any) -> dict[str, Any]:
-    """What a tokenizer.json says of a part; empty where there is none."""
+    """A part of a tokenizer.json; empty if there is none."""
     return {} if part is None else dict(json.loads(part.__getstate__()))
 
 
 @contextlib.contextmanager
 def _answering(verb: str) -> Iterator[None]:
-    """A failure of the library becomes a sentence; its panics (a regular expression that gives up) are no Exceptions."""
+    """Turn a failure of the library into a message; its panics (a regular expression that gives up) are not Exceptions."""
     try:
         yield
     except (MemoryError, KeyboardInterrupt):

@@ -1,7 +1,7 @@
-"""Whether a tokenizer.json may be loaded here: it was trained here, tried before, or stands a trial in the guarded child.
+"""Whether a tokenizer.json may be loaded here: it was trained here, or passes a test in the restricted child.
 
-Tokenizers that stood it are remembered by their SHA-256, in this process and in the cache folder, so that a command that loads
-one five times, in several processes, tries it once.
+Tokenizers that passed are remembered by their SHA-256, in this process and in the cache folder, so that a command that loads
+one five times, in several processes, tests it once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rush.errors import DataError
 from rush.files import cache_folder
 
 VERSION = 1
-"""Increase it when the trial becomes stricter."""
+"""Increase it when the test becomes stricter."""
 CPU_S, CPU_S_PER_MB = 1.2, 0.5
 MEMORY_BYTES, MEMORY_PER_BYTE = 1 << 30, 60
 _tried: set[str] = set()
@@ -34,7 +34,7 @@ def check_tried(json_text: str, name: str) -> None:
 
 
 def mark_tried(json_text: str) -> None:
-    """Remember a tokenizer that was tried, or was trained here."""
+    """Remember a tokenizer that passed the test, or was trained here."""
     key = _key(json_text)
     _tried.add(key)
     with contextlib.suppress(OSError):  # a cache that cannot be written costs a trial, nothing else

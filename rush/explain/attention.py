@@ -39,7 +39,7 @@ def measure(settings: ExplainSettings) -> Data:
     for way in ("plain", "flash"):
         for length in lengths:
             settings.progress(f"attention: {way}, {length} tokens", len(rows), 2 * len(lengths))
-            row = _row(way, length, heads, settings)
+            row = measured_row(way, length, heads, settings)
             rows.append(row)
             if row["status"] != "ok":
                 break
@@ -53,7 +53,7 @@ def measure(settings: ExplainSettings) -> Data:
     }
 
 
-def _row(way: str, length: int, heads: int, settings: ExplainSettings) -> Data:
+def measured_row(way: str, length: int, heads: int, settings: ExplainSettings) -> Data:
     """One length: status, seconds and peak bytes of a forward and backward pass."""
     import torch
 
@@ -61,9 +61,9 @@ def _row(way: str, length: int, heads: int, settings: ExplainSettings) -> Data:
     empty |= {"seconds": None, "peak_bytes": None}
     try:
         # Once to warm up; on CUDA this is also where memory runs out, if it does.
-        run = _pass(way, length, heads, settings.device)
+        run = one_pass(way, length, heads, settings.device)
         run()
-        peak = _peak(run, settings.device)
+        peak = peak_of(run, settings.device)
         budget = 0.1 if settings.quick else 0.3 if settings.device == "cuda" else 1.5
         found = timed(run, settings.device, budget_s=budget, least=3, most=11)
     except torch.OutOfMemoryError:
@@ -75,7 +75,7 @@ def _row(way: str, length: int, heads: int, settings: ExplainSettings) -> Data:
     return {**empty, "status": status, "seconds": found, "peak_bytes": peak}
 
 
-def _pass(way: str, length: int, heads: int, device: str) -> Callable[[], object]:
+def one_pass(way: str, length: int, heads: int, device: str) -> Callable[[], object]:
     """A forward and a backward pass over random queries, keys and values."""
     import torch
 
@@ -98,7 +98,7 @@ def _pass(way: str, length: int, heads: int, device: str) -> Callable[[], object
     return run
 
 
-def _peak(run: Callable[[], object], device: str) -> int | None:
+def peak_of(run: Callable[[], object], device: str) -> int | None:
     """The most bytes of tensors that a call had at once, on top of its inputs."""
     import torch
 

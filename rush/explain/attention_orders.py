@@ -206,7 +206,7 @@ def traffic(way: str, length: int, data: Mapping[str, Any]) -> float:
 
 
 def matmul_flops(length: int, data: Mapping[str, Any]) -> float:
-    """Of one head, tiles below and on the diagonal: the same in every order."""
+    """FLOPs of one head, tiles below and on the diagonal: the same in every order."""
     dim, tile = float(data["head_dim"]), float(data["tile"])
     tiles = length / tile
     return 4.0 * tiles * (tiles + 1) / 2 * tile**2 * dim
@@ -228,5 +228,5 @@ def other_flops(way: str, length: int, data: Mapping[str, Any]) -> float:
 
 
 def linformer_flops(length: int, data: Mapping[str, Any]) -> float:
-    """Of one head: keys and values mixed into k rows, scores, and the matmul with the values: O(n · k)."""
+    """FLOPs of one head: keys and values projected to k rows, scores, and the matmul with the values: O(n · k)."""
     return 8.0 * length * float(data["kept"]) * float(data["head_dim"])

@@ -66,7 +66,7 @@ def _read_rate(weight: Any, settings: ExplainSettings) -> float:
 
 
 def flops(data: Data, batch: int) -> float:
-    # In floats: a word in the place of a number, which a stranger's record may have, times an int would be a long word.
+    # As floats: an untrusted record may have a string in place of a number, and a string times an int is a long string.
     return float(2.0 * batch * data["inner"] * data["outer"])
 
 

@@ -16,7 +16,7 @@ from rush.explain.topic import Data, ExplainSettings
 from rush.hardware.stopwatch import time_calls
 
 SHARES = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 15 / 16, 1.0)
-"""Of the elements that take the branch."""
+"""Fraction of the elements that take the branch."""
 ELEMENTS = 2**16
 WAYS = (1, 2, 4, 8, 16, 32)
 THREADS_OF_A_MULTIPROCESSOR = 2048

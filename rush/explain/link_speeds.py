@@ -23,7 +23,7 @@ HOST = "within host memory"
 MODELS = ("gpt2-124m", "llama-3.2-1b", "llama-3.1-8b")
 RANKS = 8
 GRADIENT_BYTES = 4
-"""Of fp32 gradients, as DDP sums them unless told otherwise."""
+"""Bytes of fp32 gradients, DDP's default."""
 CATALOG_LINKS = (
     "ethernet-10", "ib-edr", "ib-hdr", "ib-ndr", "pcie3", "pcie4", "pcie5", "nvlink3", "nvlink4", "nvlink5",
 )  # fmt: skip

@@ -200,7 +200,7 @@ def _update_words(data: Data) -> str:
     parts = [f"{units.si(step * 100)} % ({name})" for name, step in known]
     return (
         f"An update is lost in most weights once it is as small, in percent of the weight, as {units.listed(parts)}: the weight "
-        "rounds back to where it was. That is why a master copy of the weights is kept in fp32, or rounding is made random."
+        "rounds back to where it was. That is why a master copy of the weights is kept in fp32, or stochastic rounding is used."
     )
 
 
@@ -286,7 +286,7 @@ topic = Topic(
         "such units. Without them a short format has to be converted for every operation and can be slower than the long one.",
         "Rounding one number does little harm. Adding up many does: once a sum is large enough, a small addend disappears entirely, and "
         "so does a small update added to a weight. Therefore sums are kept in fp32 even when the operands are short, and weights "
-        "have a master copy in fp32 or are rounded at random, so that small updates arrive on average.",
+        "have a master copy in fp32 or use stochastic rounding, which keeps small updates on average.",
     ),
     method=(
         ("rounding", "weights drawn at random, stored in the format and read back, against the original"),

@@ -180,9 +180,9 @@ def _missing(
     return parts
 
 
-def known_ceilings(machine: Machine, folder: Path | None = None) -> Ceilings | None:
+def known_ceilings(machine: Machine) -> Ceilings | None:
     """The cached ceilings of this machine; None without any."""
-    path, identity = _cache_entry(machine, folder)
+    path, identity = _cache_entry(machine, None)
     return _read(path, identity, lambda problem: None)
 
 

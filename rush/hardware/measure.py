@@ -83,9 +83,8 @@ def matmul(device: str, dtype: str, *, budget_s: float = 1.5) -> tuple[Sample, .
     return tuple(samples)
 
 
-def bandwidth(device: str, *, budget_s: float = 1.0) -> dict[str, Sample]:
-    """Time large copies within a device and, on CUDA, between host and device."""
-    size = 2**28
+def bandwidth(device: str, *, budget_s: float = 1.0, size: int = 2**28) -> dict[str, Sample]:
+    """Time large copies within a device and, on CUDA, between host and device. `size`: bytes of a copy in a CPU's memory."""
     if device == "cuda":
         size = min(2**30, torch.cuda.mem_get_info()[0] // 8 // 2**20 * 2**20)
     target = torch.empty(size, dtype=torch.uint8, device=device)

@@ -7,6 +7,7 @@ differences mean more than the absolute value.
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import os
 import platform
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rush.errors import text_of
 from rush.launched import launched
 
 MUCH_FRAGMENTATION = 0.05
@@ -147,8 +149,9 @@ def out_of_memory(error: BaseException) -> bool:
     # An allocation of the driver's own, outside torch's allocator: a context, a library's workspace.
     if getattr(error, "error_code", None) == CUDA_OUT_OF_MEMORY:
         return True
-    message = str(error)
-    return isinstance(error, RuntimeError) and any(word in message for word in _NO_MEMORY)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM  # a file could not be mapped, a process not be started
+    return isinstance(error, RuntimeError) and any(word in text_of(error) for word in _NO_MEMORY)
 
 
 _GIB = {"GiB": 1.0, "MiB": 2**-10, "KiB": 2**-20, "bytes": 2**-30}

@@ -1,4 +1,4 @@
-"""The model card of an upload: what was trained from what, on what, how it went, and what was verified.
+"""The model card of an upload: base model, data, training, results, and what was verified.
 
 Everything comes from the run's own records. A card is public, so it names no path, host or user: files are named without their
 folders, a base on this machine by the last part of its path.
@@ -30,12 +30,12 @@ CURVE_ROWS = 12
 
 @dataclass(frozen=True)
 class Card:
-    """What a card says."""
+    """The content of a card."""
 
     title: str
     """OWNER/NAME, or a name."""
     shape: Shape | None
-    """None of an adapter without its run."""
+    """None for an adapter without its run."""
     adapter: bool = False
     license: str | None = None
     recipe: Recipe | None = None
@@ -102,7 +102,7 @@ def card_of(
 
 
 def public_base(named: str | None) -> str | None:
-    """The base of a run without what is private to this machine: an id as it is, of a path the last part."""
+    """The base of a run without private paths: an id unchanged, of a path the last part."""
     if named is None:
         return None
     repo = parse_id(named)
@@ -277,7 +277,7 @@ def _recipe(card: Card) -> str:
 
 
 def _verified(recipe: Recipe, record: Path) -> tuple[list[tuple[str, str, str, str]], str]:
-    """What a ladder found about the techniques of a recipe: parity, evidence and life."""
+    """A ladder's findings about the techniques of a recipe: parity, evidence and life."""
     ladder = read_ladder(record / "ladder.json" if record.is_dir() else record)
     names = [name for name, _ in recipe.technique_uses()]
     found: dict[str, tuple[str, str, str, str]] = {}
@@ -299,7 +299,7 @@ def _machine(path: Path) -> str:
 
 
 def _device(machine: Any) -> str:
-    """The name of the device, which is a product's; nothing else of the machine is told."""
+    """The name of the device, a product name; the card contains nothing else about the machine."""
     devices = machine.get("devices") if isinstance(machine, dict) else None
     name = devices[0].get("name") if isinstance(devices, list) and devices else None
     return str(name) if name else ""

@@ -16,9 +16,6 @@ from rush.models.families.family import Config
 from rush.models.families.settings import check_supported, refuse
 from rush.models.shape import Shape
 
-ARCHITECTURES = {name: family.architecture for name, family in MODEL_TYPES.items()}
-"""The supported model_types, and the class of each with an LM head."""
-
 
 def shape_from_config(config: Config) -> Shape:
     """The shape a `config.json` describes; a DataError names what is missing or not supported."""

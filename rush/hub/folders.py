@@ -100,7 +100,7 @@ def adapted_run(run: RunFolder, found: Checkpoint, device: str = "cpu") -> Decod
     """The base of a run with the adapters of a checkpoint."""
     recipe, record = load_recipe(str(run.recipe)), restore.base_record(found)
     assert record is not None
-    with SavedTensors(found, "model") as saved:  # before a rank of a stranger's choice is allocated
+    with SavedTensors(found, "model") as saved:  # before an untrusted rank is allocated
         for name, spec in record["adapters"].items():
             down = f"{name}.adapter.a"
             if down not in saved.names or saved.header(down)[0][:1] != (spec["rank"],):

@@ -1,4 +1,4 @@
-"""Upload a model to the Hugging Face hub: exported, with a model card, after it was shown what goes up."""
+"""Upload a model to the Hugging Face hub: export it with a model card, list the files, upload."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _name_base(to: Path, base: str | None, note: Note) -> str | None:
 
 
 def _copy(folder: Path, to: Path, adapter: bool) -> Shape | None:
-    """Take over a Hugging Face folder as it is: its safetensors, settings and tokenizer. The shape of a model."""
+    """Copy a Hugging Face folder unchanged: its safetensors, settings and tokenizer. Returns the shape of a model."""
     if not adapter and not (folder / "config.json").is_file():
         raise DataError(
             f"{folder} is neither a run folder, nor a Hugging Face folder (config.json), nor an adapter's (adapter_config.json)."
@@ -145,7 +145,7 @@ def upload(ready: Upload, to: str, *, private: bool, revision: str | None, note:
         api.create_repo(to, private=private or None, exist_ok=True)
         if private and not api.repo_info(to).private:
             raise RecipeError(
-                f"{to} is there already and is public, but --private was given; make it private on the hub first, or take another "
+                f"{to} already exists and is public, but --private was given; make it private on the hub first, or choose another "
                 "name."
             )
         if revision is not None:
@@ -161,7 +161,7 @@ def upload(ready: Upload, to: str, *, private: bool, revision: str | None, note:
 
 @contextmanager
 def _explained(repo: HubId) -> Iterator[None]:
-    """Errors of an upload as sentences."""
+    """Turn errors of an upload into messages."""
     try:
         yield
     except (RecipeError, MachineError, DataError):

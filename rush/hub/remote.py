@@ -1,7 +1,7 @@
-"""Models and adapters by id: `OWNER/NAME` or `OWNER/NAME@REVISION` on the Hugging Face hub, wherever a folder is taken.
+"""Models and adapters by id: `OWNER/NAME` or `OWNER/NAME@REVISION` on the Hugging Face hub, wherever a folder is accepted.
 
-Only what rush reads is downloaded: settings, tokenizer, chat template and safetensors. Pickles and code never are. `rush.data.hub_files`
-has the cache, the hashes and the resuming.
+Only the files that rush reads are downloaded: settings, tokenizer, chat template and safetensors; never pickles or code.
+`rush.data.hub_files` implements the cache, the hashes and resumed downloads.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def local_settings(path: str | Path, note: Note = _quiet) -> Path:
 
 
 def pinned_name(path: str | None, note: Note = _quiet) -> str | None:
-    """An id with the commit that it means now, for the recipe of a run; a folder stays as it is."""
+    """An id with its current commit, for the recipe of a run; a folder stays unchanged."""
     repo = None if path is None else parse_id(path)
     return path if repo is None else str(pinned(repo, note))
 
@@ -122,7 +122,7 @@ def _shards(repo: HubId, index: Path, listed: Mapping[str, RemoteFile]) -> list[
         raise DataError(f"{repo}: {INDEX} names {_some(bad)}, and rush reads safetensors files only.")
     if lost := [name for name in names if name not in listed]:
         raise DataError(
-            f"{repo} is not whole: {INDEX} names {_some(lost)}, which the hub does not have at this revision. Take another revision."
+            f"{repo} is incomplete: {INDEX} names {_some(lost)}, which the hub does not have at this revision. Take another revision."
         )
     return [listed[name] for name in names]
 
@@ -136,7 +136,7 @@ def _indexed(index: Path) -> list[str]:
 
 
 def _cached_model(repo: HubId) -> Path:
-    """What other tools have downloaded, where the hub may not be asked."""
+    """Files that other tools have downloaded, if the hub must not be contacted."""
     names, folder = cached(repo), snapshot(repo)
     if INDEX in names:
         whole = set(_indexed(folder / INDEX)) <= set(names)

@@ -1,4 +1,4 @@
-"""What a fair benchmark of an op needs: its inputs, its contenders, its least work.
+"""The definition of a fair benchmark of an op: its inputs, its contenders, its minimum work.
 
 Each op's folder has a `study.py` with one `STUDY`; the bench finds them, so adding a kernel is adding a folder. A study
 has no timers and no files: the bench calls its functions, checks their results and times them.
@@ -167,6 +167,37 @@ def matrix_work(forward: int, backward: int) -> Callable[[Size, int, Pass], Work
         return Work(float(passes * size["rows"] * size["columns"] * element))
 
     return work
+
+
+def matrix_study(
+    op: str,
+    about: str,
+    reference: Call,
+    contenders: tuple[Contender, ...],
+    work: tuple[int, int],
+    targets: tuple[Target, ...],
+    inputs: tuple[str, ...] = ("x",),
+) -> Study:
+    """The study of a memory-bound op on matrices of one size; `work` as in `matrix_work`."""
+
+    def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
+        drawn = (normal(device, seed, size["rows"], size["columns"]).to(dtype) for seed in (1, 2))
+        return {name: tensor.requires_grad_() for name, tensor in zip(inputs, drawn, strict=False)}
+
+    return Study(
+        op=op,
+        about=about,
+        bound="memory",
+        axis="columns",
+        sizes=MATRICES,
+        small=SMALL_MATRICES,
+        on_cpu=MATRICES_ON_CPU,
+        make=make,
+        reference=reference,
+        contenders=contenders,
+        work=matrix_work(*work),
+        targets=targets,
+    )
 
 
 def labels(device: torch.device, count: int, classes: int) -> Tensor:

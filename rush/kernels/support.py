@@ -62,22 +62,6 @@ def op(name: str, *, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any
     return torch.library.custom_op(f"rush::{name}", mutates_args=tuple(mutates))
 
 
-def register_elementwise(forward: Any, backward: Any) -> None:
-    """Register shapes for tracing and autograd of an elementwise operator that saves its inputs. `backward` takes the output's
-    gradient and the inputs, and returns theirs: a tuple, or one tensor."""
-
-    def gradient_shapes(dout: Tensor, *inputs: Tensor) -> Any:
-        found = tuple(x.new_empty(x.shape) for x in inputs)
-        return found if len(found) > 1 else found[0]
-
-    forward.register_fake(lambda *inputs: inputs[0].new_empty(inputs[0].shape))
-    backward.register_fake(gradient_shapes)
-    forward.register_autograd(
-        lambda ctx, dout: backward(dout, *ctx.saved_tensors),
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    )
-
-
 def num_sms(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device."""
     if device.type != "cuda":

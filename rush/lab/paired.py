@@ -24,8 +24,8 @@ from rush.lab import statistics as stats
 from rush.lab.statistics import Array, Floor, Ratio
 
 LEAST_PAIRS = 6
-"""Batches that all processes compared must share. From fewer than six samples no 95 % interval of a median can be had: the
-median lies outside all five of five in one case of sixteen. And six varying counts in a row do not agree by chance."""
+"""Minimum number of batches that all compared processes share. Fewer than six samples give no 95 % interval of a median: with
+five, the median lies outside their range in one case of sixteen. And six varying counts in a row do not agree by chance."""
 LEAST_SHARE = 0.5
 """Least fraction of the samples of each process with a partner; with fewer, pairing loses more than it gains. A technique may gain on some
 batches and not on others (padding to the longest row does), and a few batches do not represent the rest."""

@@ -1,14 +1,15 @@
 """Medians with bootstrap intervals, and when a difference counts as a gain.
 
-Samples of one process are correlated: they share its memory layout, its threads' cores and its minute of the day. A
-second process of the same recipe differs from the first by more than the first one's own interval. So intervals come
-from a hierarchical bootstrap, over processes first and over the samples in them second; and a difference of two recipes
-never counts below the noise floor: the spread between processes of one recipe on this machine, today, over the rungs
-nearby. (Similar rungs vary alike: a step that waits for its host varies ten times as much as one that does not.)
+Samples of one process are correlated: they share memory layout, CPU affinity and time of day. A second
+process of the same recipe differs from the first by more than the first one's own interval. So intervals come
+from a hierarchical bootstrap, over processes first and over the samples in them second; and a difference of
+two recipes only counts above the noise floor: the spread between processes of one recipe on this machine,
+today, over neighboring rungs. (Similar rungs vary alike: a step that waits for its host varies ten times as
+much as one that does not.)
 
-One process may be disturbed: something else ran on the machine while it was timed. It would widen the interval of its rung
-until nothing can be told, so it is found (`disturbed`) and left out of every interval; the record keeps its samples and
-names it, and the ladder measures the rung once more.
+One process may be disturbed: another program ran on the machine while it was timed. It would make the
+interval of its rung uselessly wide, so it is detected (`disturbed`) and excluded from every interval; the
+record keeps its samples and names it, and the ladder measures the rung once more.
 
 With one process per rung the spread between processes is known only from the base, which is measured again at the
 end, and other rungs may vary more: then only large differences count.
@@ -55,17 +56,17 @@ class Interval:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A quotient of two speeds with its 95 % interval; `real` if the interval leaves 1 out."""
+    """The ratio of two speeds with its 95 % interval; `real` if the interval excludes 1."""
 
     ratio: float
     low: float
     high: float
     paired: int | None = None
-    """On how many batches, one by one; None where it is the quotient of two medians."""
+    """The number of paired batches; None if it is the ratio of two medians."""
 
     @property
     def judged(self) -> Judgement:
-        """What the interval says: faster, slower, no gain, or cannot tell."""
+        """The verdict of the interval: faster, slower, no gain, or cannot tell."""
         return judge(self.low, self.high)
 
     @property
@@ -102,8 +103,8 @@ class Floor:
 def disturbed(logs: Sequence[float] | Array) -> int | None:
     """Which process was disturbed, from the logarithm of each one's rate; None where none was, or it cannot be said.
 
-    At most one of three or more: of two nobody knows which, and what happens twice is how the recipe runs. Only a slower one:
-    whatever else runs on a machine, it makes nothing faster.
+    At most one of three or more: with two it is unknown which one, and two slow processes show how the recipe
+    runs. Only a slower one: another program makes nothing faster.
     """
     if len(logs) < 3:
         return None

@@ -44,8 +44,8 @@ Parts = dict[str, Tensor]
 def _quantize_bitsandbytes(weight: Tensor) -> Parts:
     functional: Any = load_library("bitsandbytes.functional")
     codes, state = functional.quantize_4bit(weight.contiguous(), blocksize=BLOCK, quant_type="nf4")
-    # The scales are quantized on the host: the library's CUDA kernel rounds 0.2 % of them otherwise than its CPU kernel does,
-    # and a base must be the same wherever it is trained, merged and served.
+    # The scales are quantized on the host: the library's CUDA kernel rounds 0.2 % of them differently from
+    # its CPU kernel, and a base must be the same wherever it is trained, merged and served.
     absmax = state.absmax.cpu()
     offset = absmax.double().mean().float()
     scales, second = functional.quantize_blockwise(absmax - offset, blocksize=SCALE_BLOCK)

@@ -154,7 +154,7 @@ class Shape:
             whole("window", self.window, LARGEST["context"])
 
     def _normalize(self) -> None:
-        """One spelling of what is the same, so that equal models have equal shapes."""
+        """A canonical form, so that equal models have equal shapes."""
         put = object.__setattr__
         put(self, "rope_layers", _period(self.rope_layers, self.num_layers))
         put(self, "window_layers", _period(self.window_layers, self.num_layers))
@@ -254,7 +254,7 @@ class Shape:
 
 
 def not_of_family(shape: Shape) -> list[str]:
-    """Fields that no config.json of the family can express: exported, the model would be another one."""
+    """Fields that no config.json of the family can express: an exported model would differ."""
     family = FAMILIES[shape.family]
     config = {"vocab_size": shape.vocab_size, "tie_word_embeddings": shape.tied_head, **family.write(shape)}
     again = Shape(shape.family, **family.read(config))

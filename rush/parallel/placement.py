@@ -95,7 +95,7 @@ def to_write(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, list[Tens
         equal, loads = sum(sizes.values()) / count, [0] * count
         for name in sorted(names, key=lambda name: (-sizes[name], name)):
             if count > 1 and sizes[name] > equal and tensors[name].dim() > 0:
-                shards = [_rows(shard, index, count) for shard in local_shards(tensors[name])]
+                shards = [rows_of_box(shard, index, count) for shard in local_shards(tensors[name])]
             else:
                 lightest = loads.index(min(loads))
                 loads[lightest] += sizes[name]
@@ -107,7 +107,7 @@ def to_write(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, list[Tens
     return mine
 
 
-def _rows(shard: TensorShard, index: int, count: int) -> TensorShard:
+def rows_of_box(shard: TensorShard, index: int, count: int) -> TensorShard:
     rows = shard.values.shape[0]
     begin, end = rows * index // count, rows * (index + 1) // count
     return TensorShard(

@@ -33,7 +33,7 @@ def check_replicas(ranks: Ranks, named: Iterable[tuple[str, nn.Parameter]], step
     if ranks.mesh is None:
         return
     held = {_key(name, tensor): (name, tensor) for name, tensor in named}
-    table_pk = torch.stack([_row(key, tensor) for key, (_, tensor) in held.items()])
+    table_pk = torch.stack([row_of(key, tensor) for key, (_, tensor) in held.items()])
     replicas: dict[int, dict[int, int]] = {}
     for rank, rows in enumerate(_gather_tables(table_pk)):
         for key, value in rows:
@@ -42,7 +42,7 @@ def check_replicas(ranks: Ranks, named: Iterable[tuple[str, nn.Parameter]], step
     if drifted:
         first = drifted[0]
         name = _name(ranks, held, first, replicas[first], step)
-        raise Drifted(_describe(step, name, replicas[first], len(drifted)))
+        raise Drifted(describe(step, name, replicas[first], len(drifted)))
 
 
 def _key(name: str, tensor: Tensor) -> int:
@@ -51,7 +51,7 @@ def _key(name: str, tensor: Tensor) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _row(key: int, tensor: Tensor) -> Tensor:
+def row_of(key: int, tensor: Tensor) -> Tensor:
     """The key, and one integer of all bits."""
     hashes = torch.stack([_hash(part) for part in _plain(local_tensor(tensor.detach()))])
     return torch.stack([torch.full_like(hashes[0], key), hashes.sum()])
@@ -101,7 +101,7 @@ def _name(ranks: Ranks, held: dict[int, Any], key: int, replicas: dict[int, int]
     return name
 
 
-def _describe(step: int, name: str, replicas: dict[int, int], num_drifted: int) -> str:
+def describe(step: int, name: str, replicas: dict[int, int], num_drifted: int) -> str:
     (common, count), *others = Counter(replicas.values()).most_common()
     odd = [rank for rank, value in replicas.items() if value != common]
     if count > sum(other for _, other in others):

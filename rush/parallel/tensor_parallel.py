@@ -201,6 +201,30 @@ class ReplicatedOnHeads(ParallelStyle):
 
 
 @dataclass
+class GatheredHeads(ParallelStyle):
+    """A replicated module that needs all heads of a token: they are gathered, and this rank keeps its own of the result.
+
+    (Sums of squares would be fewer bytes to send, but each kernel of the norm would need a form of its own.)
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            heads = DTensor.from_local(given[0], device_mesh, [Shard(2)], run_check=False)
+            return (
+                heads.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]),
+                *given[1:],
+            )
+
+        def keep(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            return out.chunk(device_mesh.size(), dim=2)[device_mesh.get_local_rank()]
+
+        _shard(module, device_mesh, LocalParams, weight=Replicate(), reduce_grads=True)
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(keep)
+        return module
+
+
+@dataclass
 class GatherInput(ParallelStyle):
     """A module whose layers read the full stream."""
 

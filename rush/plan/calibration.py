@@ -44,7 +44,7 @@ def calibration_split(
 def calibrate(cases: Iterable[MeasuredCase], start: Efficiencies = DEFAULT) -> Efficiencies:
     """The efficiencies that these cases show."""
     planned = ((case, time_of(case.spec, case.target, start)) for case in cases if case.breakdown_s)
-    timed = [(_as_timed(case, time), time) for case, time in planned]
+    timed = [(as_timed(case, time), time) for case, time in planned]
     usual = [(c, t) for c, t in timed if not (_work(c, "loss.bytes") or _work(c, "offloaded"))]
     matmul = dict(start.matmul)
     for dtype in matmul:
@@ -70,11 +70,11 @@ def calibrate(cases: Iterable[MeasuredCase], start: Efficiencies = DEFAULT) -> E
     )
     # With a probe of the host its factor is fitted, without one the launch time itself.
     probed, others = ([c for c, _ in timed if bool(c.target.launch_s) is known] for known in (True, False))
-    share, call = _launching(probed, found), _launching(others, found)
+    share, call = fitted_launching(probed, found), fitted_launching(others, found)
     return replace(found, launching=found.launching * share, launch_s=found.launch_s * call)
 
 
-def _as_timed(case: MeasuredCase, time: StepTime) -> MeasuredCase:
+def as_timed(case: MeasuredCase, time: StepTime) -> MeasuredCase:
     """The case with its profile scaled to the timed steps, where these are bound by the device.
 
     Profiled steps are few, with pauses between them: the device is cooler and clocks higher than in the timed steps.
@@ -123,7 +123,7 @@ def _weighted_median(pairs: Sequence[tuple[float, float]]) -> float:
     return 1.0
 
 
-def _launching(cases: Sequence[MeasuredCase], found: Efficiencies) -> float:
+def fitted_launching(cases: Sequence[MeasuredCase], found: Efficiencies) -> float:
     """The factor of the launch time with the smallest error over these steps; 1 where none depends on it."""
 
     def missed(factor: float) -> float:

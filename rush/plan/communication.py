@@ -116,6 +116,11 @@ def _tensor(spec: Spec, target: TargetMachine, reached: float) -> CommunicationT
     blocks = spec.shape.num_layers / spec.size("pp")
     times = 10 + spec.work.number("attention.recomputed")
     seconds = spec.passes * blocks * times * ring(stream, size, rate)
+    if spec.shape.qk_norm == "width":  # queries and keys gathered for their norm, and their gradients reduced
+        heads = (spec.shape.num_heads + spec.shape.num_kv_heads) * spec.shape.head_dim
+        gathered = spec.tokens * heads * spec.effects.size("compute", 4)
+        trips = 2 + spec.work.number("attention.recomputed")
+        seconds += spec.passes * blocks * trips * ring(gathered, size, rate)
     hides = 0.5 if spec.knob("tp", "async", False) else 0.0
     return CommunicationTime(behind=hides * seconds, waiting=(1 - hides) * seconds)
 

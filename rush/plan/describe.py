@@ -1,4 +1,4 @@
-"""One-line descriptions of plans, which of them are distinct, and why the others lose."""
+"""One-line descriptions of plans, the distinct ones among them, and why the others lose."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ UNSHARDED, NO_CHECKPOINTING = "no sharding (ddp)", "no checkpointing"
 
 
 def _choices(spec: Spec) -> dict[str, str]:
-    """What a plan chose, by what the search chooses."""
+    """A plan's choices, by kind."""
     sharding = UNSHARDED
     if spec.size("fsdp") > 1:
         sharding = f"fsdp{_summary(spec, 'fsdp')}{' with replicas' if spec.size('ddp') > 1 else ''}"

@@ -1,7 +1,8 @@
 """Plans for models that rush cannot train: any `config.json`, counted with the nearest terms that the planner knows.
 
-A decoder block of the Llama family stands for whatever the blocks are. Each setting that has no term of its own is named, with what
-it was counted as and how far off that may be; the expected error grows by it. These widths are estimates, not measurements.
+Every block is approximated by a decoder block of the Llama family. Each setting without its own term is
+listed with what it was counted as and the possible error, which widens the plan's expected error. These
+widths are estimates, not measurements.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from rush.errors import DataError, RecipeError
 from rush.models import Shape, count_parameters
+from rush.models.families import MODEL_TYPES
 from rush.plan.planning import Plan, plan
 from rush.plan.run_peak import RunPeak
 from rush.plan.spec import Spec
@@ -54,7 +56,7 @@ UNGATED = (
 
 @dataclass(frozen=True)
 class Doubt:
-    """A setting without a term of its own: what it was counted as, and the error it may add to memory and time."""
+    """A setting without its own term: what it was counted as, and the error it may add to memory and time."""
 
     term: str
     counted: str
@@ -67,7 +69,7 @@ class Doubt:
 
 @dataclass(frozen=True)
 class Foreign:
-    """The nearest shape of a config: what computes for one token, and the parameters that rest meanwhile."""
+    """The nearest shape of a config: the active parameters per token, and the inactive ones."""
 
     shape: Shape
     doubts: tuple[Doubt, ...] = ()
@@ -81,7 +83,7 @@ class Foreign:
 
 @dataclass(frozen=True)
 class ForeignPlan(Plan):
-    """A plan whose expected error is wider by what was not known."""
+    """A plan whose expected error is widened by the unknown settings."""
 
     model: Foreign | None = None
 
@@ -100,17 +102,18 @@ class ForeignPlan(Plan):
         return super().to_dict() | {"parameters": self.model.parameters, "not_known": doubts}
 
 
-def nearest_shape(config: Config) -> Foreign:
-    """A shape for any config; DataError where even the width or the depth is missing."""
+def nearest_shape(config: Config, refused: str = "") -> Foreign:
+    """A shape for any config; DataError where even the width or the depth is missing. `refused`: why it could not be read exactly."""
     doubts: list[Doubt] = []
     inner = next((config[key] for key in INNER if isinstance(config.get(key), dict)), None)
     if inner is not None:
         doubts.append(Doubt("other modalities", "only the language model is counted", 0.10, 0.10))
         config = {**inner, "model_type": inner.get("model_type", config.get("model_type"))}
     hidden, layers, vocab = _need(config, HIDDEN), _need(config, LAYERS), _need(config, ("vocab_size",))
-    doubts.append(
-        Doubt(f"model_type {config.get('model_type')!r:.60}", "its blocks are counted as Llama's", 0.05, 0.10)
-    )
+    kind, counted = config.get("model_type"), "its blocks are counted as Llama's"
+    if refused and isinstance(kind, str) and kind in MODEL_TYPES:  # it would be trained, but for this
+        counted += f", because it could not be read as a {kind}: {refused.rstrip('.')}"
+    doubts.append(Doubt(f"model_type {kind!r:.60}", counted, 0.05, 0.10))
     heads, kv_heads, head_dim = _attention(config, hidden, doubts)
     wide, resting = _mlp(config, hidden, layers, doubts)
     doubts += _other_terms(config)
@@ -163,7 +166,7 @@ def _attention(config: Config, hidden: int, doubts: list[Doubt]) -> tuple[int, i
 
 
 def _mlp(config: Config, hidden: int, layers: int, doubts: list[Doubt]) -> tuple[int, int]:
-    """The width of the MLP that a token passes, and the parameters of the experts that it does not pass."""
+    """The width of the MLP that is active per token, and the parameters of the inactive experts."""
     dense = _find(config, WIDE)
     if dense is None:
         dense = 4 * hidden
@@ -194,7 +197,7 @@ def _mlp(config: Config, hidden: int, layers: int, doubts: list[Doubt]) -> tuple
 
 
 def _other_terms(config: Config) -> list[Doubt]:
-    """Further settings that cost something and have no term."""
+    """Other settings with a cost but without a term."""
     kinds = {str(kind) for kind in config.get("layer_types") or []} if isinstance(config.get("layer_types"), list) else set()  # fmt: skip
     states = ("state_size", "ssm_state_size", "ssm_cfg", "mamba_d_state", "mamba_expand", "linear_num_key_heads", "hybrid_override_pattern", "attn_layer_period", "layers_block_type")  # fmt: skip
     asked = [

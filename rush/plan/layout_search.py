@@ -193,7 +193,7 @@ class _Search:
         """All combinations that the techniques allow."""
         recipe, target, beyond = self.recipe, self.target, self.beyond
         names = {name for name, _ in base}
-        if precision and not _can_add(precision, names, target):
+        if precision and not can_add(precision, names, target):
             return
         stages = ("parameters",) if offload else STAGES
         for checkpoint, stage in product(("", *alternatives(Alternative.CHECKPOINTING)), stages):
@@ -306,7 +306,7 @@ def _in_precision(base: Techniques, name: str) -> Techniques | None:
     return [*kept, *added.items()]
 
 
-def _can_add(eight_bit: str, names: set[str], target: TargetMachine) -> bool:
+def can_add(eight_bit: str, names: set[str], target: TargetMachine) -> bool:
     """Whether 8-bit matmuls are worth trying: the device has them, none that are as fast have cheaper casts, and a compiler fuses
     the casts."""
     known = [registry()[name] for name in names if name in registry()]

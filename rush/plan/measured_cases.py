@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from rush.recipe import Recipe
 from rush.recipe_io import CONSTANT_BATCH, changed, parse
 from rush.records.ladder import LADDER, read_ladder
 from rush.records.metrics import MetricsRow, read_rows
-from rush.records.models import MODELS, read_models
-from rush.records.tune import TUNE, read_tune
-from rush.records.typed import fitting
+from rush.records.models import MODELS
+from rush.records.tune import TUNE
+from rush.records.typed import RecordFile, fitting
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ def read_findings(folder: Path) -> list[MeasuredCase]:
         with LADDER.using(path):
             for case in _ladder(record, path.parent.relative_to(folder).as_posix()):
                 found.setdefault(case.digest, case)
-    benches = [(path, read_models(path)) for path in folder.glob("*/models.json")]
-    for path, bench in sorted(benches, key=lambda item: item[1]["started"], reverse=True):
-        with MODELS.using(path):
-            for case in _beside_baselines(bench, path.parent.name):
-                found.setdefault(case.digest, case)
-    searches = [(path, read_tune(path)) for path in folder.glob("*/tune.json")]
-    for path, search in sorted(searches, key=lambda item: item[1]["started"], reverse=True):
-        with TUNE.using(path):
-            for case in _searched(search, path.parent.name):
-                found.setdefault(case.digest, case)
+    kinds: tuple[tuple[RecordFile[Any], Callable[[Any, str], Iterable[MeasuredCase]]], ...] = (
+        (MODELS, _beside_baselines),
+        (TUNE, _searched),
+    )
+    for kind, cases in kinds:
+        read = [(path, kind.read(path)) for path in folder.glob(f"*/{kind.file}")]
+        for path, one in sorted(read, key=lambda item: str(item[1]["started"]), reverse=True):
+            with kind.using(path):
+                for case in cases(one, path.parent.name):
+                    found.setdefault(case.digest, case)
     for path in sorted(folder.glob("*/metrics.jsonl")):
         with fitting(str(path.parent), "run", "rush train"):
             for case in _run(path.parent):
@@ -96,7 +96,7 @@ def read_overflows(folder: Path) -> list[Overflow]:
                 if rung["status"] == "out_of_memory" and (recipe := _recipe(rung["recipe"])) is not None:
                     found.setdefault(recipe.digest, _overflow(rung["name"], recipe, ladder, study))
     for path in sorted(folder.glob("*/models.json")):
-        bench = read_models(path)
+        bench = MODELS.read(path)
         with MODELS.using(path):
             for workload in bench["workloads"] if bench.get("ceilings") else ():
                 for point, recipe in _lengths(workload):

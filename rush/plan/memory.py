@@ -1,6 +1,6 @@
 """Memory of a step at its peak, by part.
 
-A step has a few moments, and the peak is the fullest of them: end of the forward pass with the loss, backward of the
+The peak of a step is the maximum over a few points: end of the forward pass with the loss, backward of the
 loss, the last block's backward pass (with recomputation, if blocks are checkpointed), end of the backward pass with all
 gradients, and the update. Weights and moments are always there; gradients from the backward pass to the update. Saved
 activations of a block are the sum of its terms (`rush/plan/effects.py`). "Tensors" is what torch counts as allocated;
@@ -73,9 +73,9 @@ def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
     kept = None if whole else effects.keeps
     repeated = (effects.factor("heads.repeated") or spec.device == "cpu") and kept is None
     copies = _copies(spec) if kept is None else (1, 1)
-    values = query if repeated else key
-    if effects.factor("values.joined") and not (repeated and query > key):
-        values = query + 2 * key
+    joined = bool(effects.factor("values.joined"))
+    views = joined and not (repeated and query > key)
+    values = query + 2 * key if views else query if repeated else key
     # RMSNorm saves the fp32 copy of its input instead of the input.
     widened = rms and effects.factor("norm.wide") and kept is None
     norm = 4.0 if stream < 4 and widened else stream
@@ -87,6 +87,7 @@ def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
         "block.middle": read,
         "norm.scaled": _scaled(spec, stream, compute),
         **_extra_norms(spec, 4.0 if compute < 4 and widened else compute),
+        "qk.input": _qk_input(spec, 4.0 if compute < 4 and widened else compute, joined, views),
         "norm.output": compute * hidden * sum(copies),
         "queries": compute * query,
         "keys": compute * (query if repeated else key),
@@ -96,7 +97,8 @@ def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
         "attention.output": (compute * query if kept is not None and "attention.flat" not in kept else 0)
         + 4 * shape.num_heads / tp,
         "attention.flat": compute * query,
-        "attention.projected": compute * shard,
+        # With a norm after it, the output of attention's projection is that norm's input.
+        "attention.projected": 0.0 if shape.norms_after and kept is None else compute * shard,
         "mlp.gate": compute * wide,
         "mlp.activated": compute * wide if gated else 0.0,
         "mlp.up": compute * wide if gated else 0.0,
@@ -104,7 +106,8 @@ def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
     }
     if effects.factor("frozen"):
         found["adapters"] = compute * _ranks(spec)
-    if effects.factor("inputs.cast"):
+    # Adapters save their 16-bit input, and a frozen weight, which has no gradient, needs no cast of it.
+    if effects.factor("inputs.cast") and not effects.factor("frozen"):
         found |= {"norm.output": 0.0, "mlp.product": 0.0, "inputs.cast": _casts(spec)}
     share = effects.factor("activations")
     if kept is not None:
@@ -143,18 +146,28 @@ def _qk_width(spec: Spec) -> float:
     """Elements of queries and keys that are normalized, per token."""
     shape = spec.shape
     heads = shape.num_heads + shape.num_kv_heads
-    return 0.0 if shape.qk_norm == "none" else heads * shape.head_dim / spec.size("tp")
+    shards = (
+        1 if shape.qk_norm == "width" else spec.size("tp")
+    )  # all heads are gathered where they are normalized together
+    return 0.0 if shape.qk_norm == "none" else heads * shape.head_dim / shards
 
 
 def _extra_norms(spec: Spec, each: float) -> dict[str, float]:
-    """Bytes per token of the inputs (`each` bytes per element) of norms that Llama does not have, with a number per row."""
-    shape, shard = spec.shape, spec.shape.hidden / spec.stream_shards
-    heads = (shape.num_heads + shape.num_kv_heads) / spec.size("tp")
-    rows = {"none": 0.0, "head": heads, "width": 2.0}[shape.qk_norm]
-    return {
-        "post.input": 2 * (each * shard + 4) if shape.norms_after else 0.0,
-        "qk.input": each * _qk_width(spec) + 4 * rows,
-    }
+    """Bytes per token of the inputs of norms after attention and MLP (`each` bytes per element), with a number per row."""
+    shard = spec.shape.hidden / spec.stream_shards
+    return {"post.input": 2 * (each * shard + 4) if spec.shape.norms_after else 0.0}
+
+
+def _qk_input(spec: Spec, each: float, joined: bool, views: bool) -> float:
+    """Bytes per token of the inputs of the norms of queries and keys, with a number per row. `joined`: they are views of one
+    output with the values; `views`: which the values save."""
+    shape, compute = spec.shape, spec.effects.size("compute", 4)
+    heads, kv_heads = shape.num_heads / spec.size("tp"), shape.num_kv_heads / spec.size("tp")
+    rows = {"none": 0.0, "head": heads + kv_heads, "width": 2.0}[shape.qk_norm]
+    saved = each * _qk_width(spec)
+    if saved and joined and each == compute:
+        saved = 0.0 if views else compute * (heads + 2 * kv_heads) * shape.head_dim
+    return saved + 4 * rows
 
 
 def saved_again(spec: Spec) -> float:
@@ -265,9 +278,9 @@ def _stage_memory(spec: Spec, stage: PipelineStage) -> StepMemory:
     if joined_bytes := concatenated_a_bytes(spec):
         kept["adapters"] = kept.get("adapters", 0.0) + joined_bytes * (1 if recomputed else stage.blocks)
     recomputed_bytes = tokens * (sum(recomputed.values()) - sum(each.values())) if recomputed else 0.0
-    ends = _final(spec) * tokens if stage.last else 0.0
+    ends = final_bytes(spec) * tokens if stage.last else 0.0
     forward, backward, head = _loss(spec, stage)
-    working = _working(spec) * tokens + dequantized_bytes(spec)
+    working = working_bytes(spec) * tokens + dequantized_bytes(spec)
     moments: dict[str, dict[str, float]] = {
         "forward pass": {**held.state(0), "activations": sum(kept.values()) + ends, "logits": forward,
                          "casts": held.casts(always=True)},
@@ -323,7 +336,7 @@ def communication_of(spec: Spec) -> int:
     return COMMUNICATION if spec.device == "cuda" and spec.world > 1 else 0
 
 
-def _final(spec: Spec) -> float:
+def final_bytes(spec: Spec) -> float:
     """Bytes per token saved by the final norm and the LM head."""
     shape, effects = spec.shape, spec.effects
     stream, compute = effects.size("stream", 4), effects.size("compute", 4)
@@ -391,7 +404,7 @@ def dequantized_bytes(spec: Spec) -> float:
     return spec.effects.size("compute", 4) * spec.shape.hidden * spec.shape.intermediate / spec.size("tp")
 
 
-def _working(spec: Spec) -> float:
+def working_bytes(spec: Spec) -> float:
     """Bytes per token during one block's backward pass: gradients of the MLP's wide tensors or of the scores."""
     shape, effects, tp = spec.shape, spec.effects, spec.size("tp")
     stream, compute = effects.size("stream", 4), effects.size("compute", 4)

@@ -16,6 +16,7 @@ from rush.plan.spec import Spec, check_divides, matmul_dtype, matmul_dtypes_of, 
 from rush.plan.target import TargetMachine
 from rush.plan.time import StepTime, model_flops_per_token, time_of, tokens_per_s
 from rush.recipe import Recipe
+from rush.recipe_io import changed
 from rush.techniques import conflict_reason, registry, resolve_uses
 
 ERRORS = {
@@ -288,6 +289,15 @@ def problems_of(recipe: Recipe, target: TargetMachine) -> list[Problem]:
     if "bfloat16" not in target.matmul and any(use.technique.half_dtype == "bfloat16" for use in uses):
         found.append(Problem("this device has no bf16 tensor cores; use amp_fp16"))
     return found
+
+
+def on_all_devices(recipe: Recipe, target: TargetMachine) -> Recipe:
+    """The recipe with more ddp replicas, so that it takes all devices of the machine."""
+    if target.devices == recipe.world:
+        return recipe
+    layout = recipe.layout.model_dump()
+    filled = fill_devices(layout, target.devices)
+    return changed(recipe, {f"layout.{axis}": n for axis, n in filled.items() if n != layout[axis]})
 
 
 def fill_devices(spec_layout: dict[str, int], devices: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Published measurements of other trainers as specs, for machines that are not at hand.
+"""Published measurements of other trainers as specs, for machines that we do not have.
 
 The rows are in `published_runs.json`, with their sources. torchtitan keeps fp32 shards, gathers in bf16, computes in
 bf16 without autocast and reduces gradients in fp32; so do these specs, unless a study reduces in bf16 (`reduced_bytes`).

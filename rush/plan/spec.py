@@ -1,4 +1,4 @@
-"""What is planned: a recipe's shape, batch and layout, and the effects of its techniques.
+"""The input of a plan: a recipe's shape, batch and layout, and the effects of its techniques.
 
 Published measurements of other trainers become a `Spec` too.
 """
@@ -49,7 +49,7 @@ class Spec:
     steps: int | None = None
     """Steps of the run, where the recipe names them."""
     phases: tuple[tuple[float, Fraction], ...] = ((1.0, Fraction(1)),)
-    """Of a batch-size schedule: the fraction of all steps, and their size relative to that of the last steps."""
+    """Phases of a batch-size schedule: the fraction of all steps, and their size relative to that of the last steps."""
 
     def size(self, axis: str) -> int:
         return self.layout.get(axis, 1)

@@ -43,7 +43,7 @@ MEASURED = {
         "float32": 51e12, "tf32": 381e12, "float16": 666e12, "bfloat16": 736e12, "float8": 1280e12, "copy": 4.18e12,
     }
 }  # fmt: skip
-"""Ceilings of accelerators that findings under `results/` were made on: the means of their records."""
+"""Ceilings of the accelerators behind the findings under `results/`: the means of their records."""
 ALIKE = 0.10
 """Probes within this distance of the means use the means. A probe is a short burst: on fourteen H200s it measured 691 to 793
 TFLOP/s in bf16, where the speeds of one recipe differed by 2 to 5 %, and not in the same direction."""
@@ -193,12 +193,12 @@ def with_memory_limit(target: TargetMachine, limit_gb: float | None) -> TargetMa
 
 
 def find_target(
-    name: str | None = None,
+    machine: str | None = None,
     devices: int | None = None,
     nodes: int | None = None,
     link: str | None = None,
     network: str | None = None,
-    cards: int | None = None,
+    network_cards: int | None = None,
     *,
     limit_gb: float | None = None,
 ) -> TargetMachine:
@@ -206,8 +206,8 @@ def find_target(
     from rush.hardware import probe
     from rush.hardware.ceilings import known_ceilings
 
-    if name is not None:
-        return with_memory_limit(target_of(name, devices, nodes, link, network, cards), limit_gb)
+    if machine is not None:
+        return with_memory_limit(target_of(machine, devices, nodes, link, network, network_cards), limit_gb)
     here = probe()
     known = known_ceilings(here)
     if known is None or not known.matmul or not known.bandwidth:

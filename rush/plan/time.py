@@ -3,7 +3,7 @@
 Matmuls take their FLOPs over the rate of a large matmul; attention its FLOPs over its kernel's rate (plain attention:
 the bytes of the scores); everything else its bytes over the copy rate. Bytes are counted from the code, operation by
 operation: eager operations read and write memory each time, compiled and fused ones once for a chain. The host
-launches eager operations one by one, and where that takes longer than computing them, the step is bound by launches.
+launches eager operations one by one, and if that takes longer than computing them, the step is host-bound.
 Communication counts where it does not overlap. `rush/plan/efficiencies.py` holds the few fitted numbers.
 """
 
@@ -101,10 +101,10 @@ def time_of(spec: Spec, target: TargetMachine, efficiency: Efficiencies = DEFAUL
             # Only a fused update can skip a step on the device. For others the host waits for the loss before it launches
             # them; the rest of the update overlaps with the launches of the next pass.
             left = max(0.0, update - update_host)
-            together = _overlapped(launching, left + device - update) + update_host
+            together = overlapped(launching, left + device - update) + update_host
             parts["launching"] = max(0.0, together - device)
         else:
-            parts["launching"] = _overlapped(launching + update_host, device) - device
+            parts["launching"] = overlapped(launching + update_host, device) - device
         # Batches are prepared while the device computes.
         data = max(0.0, data - max(0.0, device - launching - update_host))
     elif target.launch_s:
@@ -116,7 +116,7 @@ def time_of(spec: Spec, target: TargetMachine, efficiency: Efficiencies = DEFAUL
     return StepTime({name: seconds for name, seconds in parts.items() if seconds}, host)
 
 
-def _overlapped(host: float, device: float) -> float:
+def overlapped(host: float, device: float) -> float:
     """Soft maximum of host and device seconds: each waits for the other now and then."""
     longer, shorter = max(host, device), min(host, device)
     return longer * (1 + (shorter / longer) ** SOFT_MAX) ** (1 / SOFT_MAX) if longer else 0.0

@@ -1,1 +1,1 @@
-"""What a profile of a step shows: which kernels ran, where the time went, which communication nothing hides."""
+"""Profiles of a step: the kernels that ran, the breakdown of its time, exposed communication."""

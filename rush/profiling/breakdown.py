@@ -126,7 +126,7 @@ def _device_times(events: list[FunctionEvent]) -> Iterable[KernelTime]:
     )
     owners = [event for event in events if event.device_type == DeviceType.CPU and event.kernels]
     # The profiler gives a kernel to every event with its correlation id, and driver calls are numbered apart from operators:
-    # one may have the same id by accident. A kernel counts once, the operator's first.
+    # they may coincide. A kernel counts once, for the operator first.
     for event in sorted(owners, key=lambda event: "::" not in event.name):
         above = callers(event)
         for kernel in event.kernels:

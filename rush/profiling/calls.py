@@ -1,8 +1,8 @@
 """The arguments with which operators were called, for evidence about knobs.
 
-A profile records the shapes and dtypes of an operator's tensors, and the values of its numbers and flags. That is the nearest
-to a knob that can be seen from outside: the dtype of a reduce-scatter, the chunk size of a loss, a flag of a matmul. Only
-operators that evidence asks about are kept: a step has thousands of others.
+A profile records the shapes and dtypes of an operator's tensors, and the values of its numbers and flags.
+They show a knob's effect from outside: the dtype of a reduce-scatter, the chunk size of a loss, a flag of a
+matmul. Only operators that evidence functions read are kept: a step has thousands of others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Profile a step or two of a run: the observation that evidence is made of.
+"""Profile a step or two of a run: the observation that evidence functions read.
 
 A profile lists every operator with the shapes and dtypes of its inputs, and every kernel with its time. Compiled code calls
 matmuls through the same operators. Where a step is replayed from a captured CUDA graph, or its matmuls are generated kernels,

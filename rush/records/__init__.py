@@ -1,4 +1,4 @@
-"""The files that runs, ladders, searches and benches write: typed, checked and sealed. Nothing here needs torch.
+"""The files that runs, ladders, searches and benches write: typed, validated and sealed. Nothing here needs torch.
 
 `typed`         records of one JSON object   `lock`                 one run per folder
 `metrics`       a row per step, JSON lines   `checkpoint_store`     sealed folders, renamed when complete

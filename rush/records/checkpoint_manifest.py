@@ -1,9 +1,9 @@
-"""The seal of a checkpoint: which files it has, how long they are, and their SHA-256.
+"""The manifest of a checkpoint: its files, their sizes, and their SHA-256.
 
-The manifest is written last, so a folder with a manifest was once complete. It also carries a digest
-of its own content and has exactly one way of being written: a changed step, size, hash or metric, down
-to a single bit, no longer fits. This finds damage and careless edits. It is no signature: someone who
-recomputes the digest can forge one, which is why loading a checkpoint must never run code from it.
+The manifest is written last, so a folder with a manifest was once complete. It also contains a digest of its own content, in a
+canonical form: a change of a single bit in a step, size, hash or metric is detected. This finds damage and careless edits. It
+is not a signature: someone who recomputes the digest can forge one, which is why loading a checkpoint must never run code from
+it.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def check_sizes(folder: Path, manifest: CheckpointManifest) -> None:
-    """The quick half of verification: the right files under the right name, with the right lengths."""
+    """The quick part of verification: the right files under the right name, with the right sizes."""
     # The folder's name holds the step as well: that is how the newest one is found.
     if folder.resolve().name != folder_name(manifest.step):
         raise _damaged(
@@ -141,8 +141,8 @@ def check_sizes(folder: Path, manifest: CheckpointManifest) -> None:
 
 
 def check_contents(folder: Path, manifest: CheckpointManifest, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """The thorough half: every byte, through SHA-256. Returns the files that were read: all, or with several readers (`share`:
-    number, count) the part of this one."""
+    """The thorough part: SHA-256 of every byte. Returns the files that were read: all, or with several readers (`share`: index,
+    count) those of this one."""
     number, count = share
     by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].size_bytes, item[0]))
     read = []

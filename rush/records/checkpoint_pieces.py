@@ -1,4 +1,4 @@
-"""Where the pieces of tensors lie, when several ranks wrote them: `pieces.json` beside the files.
+"""The offsets of tensor pieces that several ranks wrote: `pieces.json` in the checkpoint.
 
     {"format": "rush-pieces", "version": 1,
      "model": {"tied": {"head.weight": "embedding.weight"},
@@ -6,9 +6,9 @@
                    {"file": "model-00001-of-00002.safetensors", "offset": [0, 0], "shape": [160, 32]}, …]}}},
      "optimizer": {"tied": {}, "tensors": {…}}}
 
-A piece is a box in the whole tensor. The boxes of a tensor must fill it exactly: no gap, no overlap, nothing outside.
-That is checked when a checkpoint is sealed and again when it is read, because what is read may be a stranger's: file
-names are looked up among the sealed files and never followed anywhere else.
+A piece is a box in the full tensor. The boxes of a tensor must tile it exactly: no gap, no overlap, nothing
+outside. That is checked when a checkpoint is sealed and again when it is read, because a checkpoint may be
+untrusted: file names must be among the sealed files and are never followed anywhere else.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def read_pieces(path: Path, files: Iterable[str]) -> dict[Kind, PieceTable]:
 
 
 def join_tables(parts: Iterable[PieceTable]) -> PieceTable:
-    """One table of what several ranks wrote. What two of them wrote alike counts once, as the first has it."""
+    """One table of the pieces of several ranks. A piece that two of them wrote counts once."""
     tensors: dict[str, TensorPieces] = {}
     tied: dict[str, str] = {}
     for part in parts:

@@ -1,11 +1,10 @@
-"""The store of checkpoints: `checkpoints/step-000123/`, sealed folders that appear all at once.
+"""The store of checkpoints: `checkpoints/step-000123/`, sealed folders that appear atomically.
 
-A checkpoint is written under a hidden name. Only when every file is on the disk, its hash is known and
-the manifest is written does one rename give it its real name. So a folder with a real name was complete
-when it got it; `verify` finds what a disk damages later. Deletion is the reverse: hide by a rename, then
-remove, so that a crash half-way leaves temporary files and never half a checkpoint.
-The store does not know tensors; the caller writes the files between `begin` and `commit`. One writer at a
-time: hold the run folder's lock.
+A checkpoint is written under a hidden name. Once every file is fsynced and hashed and the manifest is written, one rename gives
+it its real name. So a folder with a real name was complete when it got it; `verify` finds later damage. Deletion is the
+reverse: hide by a rename, then remove, so that a crash leaves temporary files and never a partial checkpoint. The store knows
+nothing about tensors; the caller writes the files between `begin` and `commit`. One writer at a time: hold the run folder's
+lock.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class CheckpointStore:
         return final
 
     def discard(self, step: int) -> None:
-        """Throw away what `begin` started, if it was not committed."""
+        """Discard what `begin` started, if it was not committed."""
         temporary = self._hidden(_WRITING, step)
         with writing(temporary):
             _remove(temporary)

@@ -1,10 +1,10 @@
-"""What the interval of a gain says, in one word.
+"""The verdict on a gain, from its confidence interval.
 
-An interval that leaves 1 out is a gain or a loss beyond noise. One that holds 1 says one of two things, which must not be
-confused: that there is *no gain*, if it is narrow, or that this measurement *cannot tell*, if it is wide. ×1.22 (0.998 to
-1.35) is no proof that nothing was gained.
+An interval that excludes 1 is a gain or a loss beyond noise. One that contains 1 means one of two things, which must not be
+confused: *no gain*, if it is narrow, or *cannot tell*, if it is wide. ×1.22 (0.998 to 1.35) does not prove that there is no
+gain.
 
-No torch: pages drawn from a record judge its intervals by this rule too, whatever word the record has.
+No torch: pages drawn from a record judge its intervals by this rule too, whatever verdict the record has.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rush.records.parity import parity_verdict
 Judgement = Literal["faster", "slower", "no gain", "cannot tell"]
 
 TIGHT = 0.03
-""""No gain" is said where both ends of the interval are within 3 % of 1. Less than that nobody adds a technique for; and a
-quiet machine resolves it with two or three processes a rung: on an H200 intervals of rungs that change nothing are ±0.6 to
-±2.6 % wide, on two busy cores ±5 % and more, where indeed nothing can be told."""
+"""The verdict is "no gain" if both ends of the interval are within 3 % of 1. Nobody adds a technique for less; and a quiet
+machine resolves it with two or three processes per rung: on an H200 intervals of rungs that change nothing are ±0.6 to ±2.6 %
+wide, on two busy cores ±5 % and more, which is inconclusive."""
 SPEED_VERDICTS = ("equal and faster", "no gain", "cannot tell", "slower")
 """Verdicts of a rung that learns the same and takes as much memory: they follow from the interval alone."""
 DIFFERENT = {
@@ -33,7 +33,7 @@ DIFFERENT = {
 
 
 def judge(low: float, high: float) -> Judgement:
-    """The word for a gain with this 95 % interval."""
+    """The verdict for a gain with this 95 % interval."""
     if low > 1:
         return "faster"
     if high < 1:
@@ -52,8 +52,8 @@ def interval_of(gain: Any) -> tuple[float, float] | None:
 
 
 def judged_again(verdict: str, gain: Any, parity: Any = None) -> str:
-    """A rung's verdict by the rule of now, from the interval and the parity that its record holds; the recorded word where they
-    decide nothing."""
+    """A rung's verdict by the current rule, from the interval and the parity in its record; the recorded verdict if they do not
+    decide."""
     ends, same = interval_of(gain), parity_verdict(parity)
     found = judge(*ends) if ends is not None else None
     if verdict in SPEED_VERDICTS and found is not None:

@@ -40,7 +40,7 @@ class GainRecord(TypedDict, total=False):
 
 
 class DisturbedRecord(TypedDict, total=False):
-    """One process that something else on the machine slowed down. Its samples are recorded and in no interval."""
+    """One process that another program slowed down. Its samples are recorded, but excluded from every interval."""
 
     process: int
     """Its place in `tokens_per_s.processes`."""
@@ -89,7 +89,7 @@ class RungRecord(TypedDict, total=False):
     gain: SkipValidation[GainRecord | None]
     total_gain: SkipValidation[GainRecord | None]
     net: SkipValidation[NetRecord | None]
-    """What a race with the rung that the gain is over said; missing where there was none."""
+    """The result of a race with the rung that the gain is relative to; missing without a race."""
     claim: SkipValidation[dict[str, Any] | None]
     verdict: Required[Annotated[str, one_of(*VERDICTS)]]
 
@@ -118,7 +118,7 @@ class LadderRecord(TypedDict, total=False):
     base: Required[dict[str, Any]]
     formulas: SkipValidation[dict[str, str]]
     claim: SkipValidation[dict[str, Any] | None]
-    """What someone states that the whole climb gains over its first rung; missing in older records."""
+    """The claimed gain of the whole ladder over its first rung; missing in older records."""
     rungs: Required[list[RecordedRung]]
     counted: SkipValidation[str]
     drift: SkipValidation[dict[str, Any] | None]

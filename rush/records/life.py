@@ -41,7 +41,7 @@ RecordedLife = Annotated[LifeRecord, AfterValidator(_has_problem)]
 
 
 def broken(life: Mapping[str, Any] | None) -> bool:
-    """Whether it is known that the recipe cannot be trained with."""
+    """Whether the recipe is known to be unusable for training."""
     return life is not None and life.get("verdict") == "broken"
 
 

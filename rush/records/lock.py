@@ -1,11 +1,10 @@
-"""One run per folder: a lock that dies with its holder.
+"""One run per folder: a lock that the kernel releases with its process.
 
-A file that merely exists is a poor lock: after a kill -9 it stays behind and someone must decide
-whether to delete it. `flock` is held by the open file instead, so the kernel releases it the moment
-the process is gone, however it went. The text inside (process, host, time) is only for the message
-to whoever comes second; a release empties the file, because folders are shared. A forked child would inherit the open file and keep the lock alive beyond
-its parent, so children drop it after the fork. The file itself is never deleted: deleting a lock file that
-another process is just opening is the classic way to let two in.
+The mere existence of a file is a poor lock: after a SIGKILL it stays, and someone must decide whether to delete it. `flock`
+belongs to the open file instead, so the kernel releases it when the process ends in any way. The text inside (process, host,
+time) only serves the message to a second process; a release empties the file, because folders are shared. A forked child would
+inherit the open file and hold the lock beyond its parent's life, so children close it after the fork. The file itself is never
+deleted: deleting a lock file that another process is just opening would let two in.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def _holder() -> bytes:
 
 
 def _describe(content: bytes) -> str:
-    """Who holds the lock, as far as the file shows (the holder may just be writing it)."""
+    """The lock's holder, as far as the file shows (the holder may be writing it right now)."""
     try:
         holder = parse_json(content)
         return f"process {holder['pid']} on {holder['host']} since {holder['started']}"

@@ -1,11 +1,10 @@
 """One JSON line per step, appended as training goes.
 
-Rows are written unbuffered, a whole line at a time, so that a killed process loses at most the line
-it was writing; a row counts from the moment its newline is there. Forcing every row to the disk would
-cost more than a small step, so that happens once per checkpoint (`sync`, before the checkpoint is
-sealed): after a power cut the rows up to the newest checkpoint are there, and the later ones are
-cut off by `truncate_after` and written again by the resumed run. NaN and infinity are written as
-null, with their true names beside them under `not_finite`.
+Rows are written unbuffered, one line at a time, so that a killed process loses at most the line it was
+writing; a row counts once its newline is written. An fsync per row would cost more than a small step, so that
+happens once per checkpoint (`sync`, before the checkpoint is sealed): after a power cut the rows up to the
+newest checkpoint are intact, and `truncate_after` removes the later ones, which the resumed run writes again.
+NaN and infinity are written as null, with their names under `not_finite`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ T = TypeVar("T", bound="StepRow")
 
 
 class StepRow(TypedDict):
-    """Any row: of the step after which it was written."""
+    """A row of any kind, with the step after which it was written."""
 
     step: int
 
@@ -41,7 +40,7 @@ class MetricsRow(StepRow, total=False):
     grad_norm: SkipValidation[float]
     lr: float
     tokens: int
-    """Of the run so far."""
+    """Tokens of the run so far."""
     labels: int
     epoch: float
     """Passes over the training data so far."""
@@ -129,7 +128,7 @@ class RowWriter(Generic[T]):
         self._last_step = step
 
     def sync(self) -> None:
-        """Force the rows to the disk; call it before sealing a checkpoint of the last step written."""
+        """fsync the rows; call it before sealing a checkpoint of the last step written."""
         with writing(self.path):
             os.fsync(self._descriptor)
 
@@ -169,8 +168,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def truncate_after(path: Path, step: int) -> int:
     """Cut away every row after `step` (atomically) and return how many rows stay.
 
-    Rows stand in the order of their steps, so the first later one ends what is kept; nothing behind it is
-    looked at. Lines behind the row of `step` may be broken by a power cut: they are to be cut anyway.
+    Rows are in the order of their steps, so truncation starts at the first later one without reading further.
+    Lines after the row of `step` may be broken by a power cut; they are removed anyway.
     """
     if not path.exists():
         return 0

@@ -1,9 +1,9 @@
 """The record of an end-to-end bench: what `models.json` holds.
 
-A workload has one baseline (key `rival`) and our recipes, each recorded like a rung of a ladder. Beside ours stands
-the target: the ratio of tokens per second to reach over the baseline, and where one is asked for, the ratio of peak
-memory not to exceed. A workload that asks how long a sequence fits has no baseline, but lengths that were tried and
-the figure others published.
+A workload has one baseline (key `rival`) and our recipes, each recorded like a rung of a ladder. Ours also
+have the target: the ratio of tokens per second to reach over the baseline, and optionally the ratio of peak
+memory not to exceed. A workload for the longest sequence has no baseline, but the lengths that were tried and
+the published figure.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SpeedTarget(TypedDict, total=False):
     verdict: Required[TargetVerdict]
     why: SkipValidation[str | None]
     memory: MemoryTarget
-    """There only where a workload asks for it."""
+    """Present only if a workload sets it."""
 
 
 class OursRecord(TypedDict, total=False):

@@ -22,7 +22,7 @@ class OffloadProcess(TypedDict):
     load_s: Positive
     first_token_s: Positive
     token_s: Annotated[list[Positive], Field(min_length=1)]
-    """Of every further token."""
+    """Seconds of every further token."""
     device_bytes: Annotated[int, Field(ge=0)]
     """Peak of the allocator; 0 on a CPU."""
     host_bytes: Annotated[int, Field(gt=0)]
@@ -36,7 +36,7 @@ class OffloadRow(TypedDict, total=False):
     shape: Required[str]
     layers: Required[Annotated[int, Field(ge=1)]]
     of_layers: Required[Annotated[int, Field(ge=1)]]
-    """Of the whole shape; fewer were timed where it did not fit."""
+    """Layers of the full shape; fewer were timed if it did not fit."""
     weight_bytes: Required[Annotated[int, Field(gt=0)]]
     where: Required[Annotated[str, one_of(*WHERE)]]
     contender: Required[Annotated[str, one_of(*CONTENDERS)]]

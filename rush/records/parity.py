@@ -1,9 +1,8 @@
-"""A recorded parity verdict, judged again by the rule of now.
+"""A recorded parity verdict, judged again by the current rule.
 
-A record keeps its word for ever, and the rule gets stricter: bf16 weights that lost a warm-up were once called equal. So
-whatever is drawn or printed from a record reads "equal" again from what the record holds: the differences that were named,
-the worst difference beside its tolerance, the loss curves beside plain fp32's. A verdict can only fall: most of the gradients
-that were compared are not in the record.
+A record never changes, but the rule gets stricter: bf16 weights that lost a warm-up were once called equal. So every page and
+table re-evaluates "equal" from the record: the named differences, the worst difference with its tolerance, the loss curves
+against plain fp32's. A verdict can only get worse: most of the compared gradients are not in the record.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MOST = 1e100
 
 
 def parity_again(parity: Any) -> dict[str, Any] | None:
-    """The recorded parity with the verdict, and the reason, that the rule of now reads from it; None where there is none."""
+    """The recorded parity with the verdict and the reason by the current rule; None without a record."""
     if not isinstance(parity, Mapping):
         return None
     if parity.get("verdict") != "equal":
@@ -39,7 +38,7 @@ def parity_again(parity: Any) -> dict[str, Any] | None:
 
 
 def parity_verdict(parity: Any) -> str | None:
-    """The word alone: equal, different or not judged; None where there is no record."""
+    """The verdict alone: equal, different or not judged; None without a record."""
     again = parity_again(parity)
     return str(again.get("verdict")) if again else None
 
@@ -97,7 +96,7 @@ def _curves(parity: Mapping[str, Any]) -> tuple[str, str] | None:
 def _beyond_rounding(
     losses: Sequence[float], reference: Sequence[float], twin: Sequence[float] | None
 ) -> str | None:
-    """Of the first steps, one by one, what rounding does not explain."""
+    """The differences in the first steps that rounding does not explain."""
     first = slice(CLOSE_STEPS)
     rows = step_differences(
         "loss", close_tolerance(COARSEST).loss, growth(COARSEST), losses[first], reference[first], twin

@@ -1,9 +1,9 @@
 """The record of a planner's chart: what `plan-chart.json` holds.
 
-A prediction is a plan: its speed, its memory by part, the error that the planner states for it, whether it fits and
-whether this trainer can run it. A published point is a measurement of another trainer, with its source and with the
-plan of that very run beside it. So a picture can show the two with different marks, and a reader can see how far the
-planner was off where somebody measured.
+A prediction is a plan: its speed, its memory by part, its expected error, whether it fits and whether this
+trainer can run it. A published point is a measurement of another trainer, with its source and with the plan
+of the same run. So a picture can show both with different marks, and a reader sees the planner's error
+against measurements.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ class StatedError(TypedDict):
     time: Annotated[float, Field(ge=0)]
 
 
+NO_CHECKPOINTING = "no checkpointing"
+"""The series without checkpointing of the chart `batch`."""
+SAME_STEP, GROWING_STEP, BEST_RECIPE = MODES = ("the same step", "a step that grows", "the best recipe")
+"""What the chart `cards` keeps where it compares more devices with one: its groups are a recipe's name and one of these."""
+
+
 class PredictedPoint(TypedDict, total=False):
     series: Required[str]
     """The line that the point is on."""
@@ -41,13 +47,13 @@ class PredictedPoint(TypedDict, total=False):
     devices: Required[Annotated[int, Field(ge=1)]]
     layout: SkipValidation[dict[str, int]]
     tokens_per_s: Required[Positive]
-    """Of all devices."""
+    """Tokens per second of all devices."""
     mfu: SkipValidation[float | None]
     step_tokens: SkipValidation[int]
     time_s: Required[dict[str, float]]
     """By part; their sum is the step."""
     memory_bytes: Required[dict[str, int]]
-    """By part, of one device in the fullest moment of a step."""
+    """By part, of one device at the peak of a step."""
     needed_bytes: Required[Positive]
     """What a whole run takes of one device."""
     room_bytes: Required[Positive]
@@ -81,7 +87,7 @@ class PublishedPoint(TypedDict, total=False):
     source: Required[str]
     devices: Required[Annotated[int, Field(ge=1)]]
     tokens_per_s: Required[Positive]
-    """Of all devices, as published per device."""
+    """Tokens per second of all devices, from the published figure per device."""
     memory_bytes: SkipValidation[float | None]
     """What the allocator had reserved, where that was published."""
     planned: Required[PredictedPoint]
@@ -109,7 +115,7 @@ class PlanChartRecord(TypedDict, total=False):
     refused: Required[list[RefusedPoint]]
     published: Required[list[PublishedPoint]]
     sources: Required[list[str]]
-    """Of the rates."""
+    """Sources of the rates."""
 
 
 PLAN_CHART = RecordFile(TypeAdapter(PlanChartRecord), FILE, "chart of plans", "rush plan --chart")

@@ -1,7 +1,7 @@
-"""The record of a race: `race.json`, with the contenders, every leg of every run, and what they say about each other.
+"""The record of a race: `race.json`, with the contenders, every leg of every run, and the findings.
 
-Losses and step times of every step are kept as measured: all the rest is computed from them (`race_curves.py`), so that a page can be
-drawn, and a finding judged, again.
+Losses and step times of every step are stored as measured: everything else is computed from them (`race_curves.py`), so that
+pages and findings can be recomputed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rush.records.typed import RecordFile, one_of
 FORMAT = 1
 FILE = "race.json"
 STATUSES = ("waiting", "running", "ok", "reached", "diverged", "failed", "killed")
-"""Of a run. `ok`: to the end of its tokens; `reached`: it stopped at the loss that was asked for; `killed`: from outside, and tried
-again when the race is resumed."""
+"""Statuses of a run. `ok`: trained on all its tokens; `reached`: stopped at the requested loss; `killed`: from outside, and
+retried when the race is resumed."""
 ENDED = ("ok", "reached", "diverged", "failed")
 Positive = Annotated[int, Field(gt=0)]
 Interval = Annotated[list[float], Field(min_length=2, max_length=2)]
@@ -36,17 +36,17 @@ class RaceContender(TypedDict, total=False):
     step_sizes: SkipValidation[list[int]]
     """Tokens of a step in the course of the run; several with a batch-size schedule."""
     steps: Required[Positive]
-    """Of a run of the race."""
+    """Steps of a run of the race."""
     techniques: SkipValidation[list[Any]]
 
 
 class RaceLeg(TypedDict, total=False):
-    """Steps that one process made, `first` to `last`."""
+    """Steps of one process, `first` to `last`."""
 
     first: Required[Positive]
     last: Required[Positive]
     place: SkipValidation[int | None]
-    """Its place among all legs in the order in which they were made."""
+    """Its index among all legs in chronological order."""
     started: SkipValidation[str | None]
     wall_s: SkipValidation[float | None]
     """From the start of the process to its end; None where the race was killed before it was noted."""
@@ -69,10 +69,10 @@ class RaceRun(TypedDict, total=False):
     reason: SkipValidation[str | None]
     legs: Required[list[RaceLeg]]
     losses: Required[list[float | None]]
-    """Of every step; None where it is non-finite."""
+    """Loss of every step; None if it is non-finite."""
     step_s: Required[list[Annotated[float, Field(ge=0)]]]
     tokens: list[Positive]
-    """Of every step, where they differ."""
+    """Tokens of every step, if they differ."""
     validations: Required[list[RaceValidation]]
 
 
@@ -141,7 +141,7 @@ class RaceFinding(TypedDict, total=False):
 
 
 class NetRecord(TypedDict, total=False):
-    """What a race says about a rung or a winner, as their records keep it."""
+    """The result of a race for a rung or a winner, as their records store it."""
 
     verdict: str
     against: str
@@ -166,14 +166,14 @@ class RaceRecord(TypedDict, total=False):
     contenders: Required[Annotated[list[RaceContender], Field(min_length=2)]]
     seeds: Required[Annotated[list[int], Field(min_length=1)]]
     tokens: Required[Positive]
-    """Of every run."""
+    """Tokens of every run."""
     every_tokens: Required[Positive]
     """Between two validations."""
     num_legs: Required[Positive]
     until_loss: SkipValidation[float | None]
     budget_s: SkipValidation[float | None]
     spent_s: SkipValidation[float]
-    """The time of all legs with everything around them, of all attempts."""
+    """Wall-clock time of all legs with their overhead, over all attempts."""
     validate_sequences: Required[Positive]
     sequence: Required[Positive]
     corpus: Required[dict[str, Any]]

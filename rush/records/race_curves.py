@@ -1,8 +1,8 @@
-"""What the runs of a race say: training time without warm-up, validation loss over tokens and time, when a loss was reached.
+"""Curves of a race's runs: training time without warm-up, validation loss over tokens and time, when a loss was reached.
 
-A leg is a process of its own, and its first steps are slow: kernels are compiled, allocators and caches warm up. A run in one piece
-pays for that once, a run in legs once per leg. So warm-up steps count with the median time of the other steps of their leg, and
-what they took beyond it is reported apart. Validations, samples, saves and the start of a process are no steps and never count.
+A leg is a separate process, and its first steps are slow: kernels are compiled, allocators and caches warm up. An uninterrupted
+run pays for that once, a run in legs once per leg. So warm-up steps count with the median time of the other steps of their leg,
+and the excess is reported separately. Validations, samples, saves and process start-up never count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rush.records.race import RaceContender, RaceLeg, RaceRecord, RaceRun
 SLOW = 1.25
 """The first step of a leg is warm-up, and every step after it until one takes less than this many times the leg's median."""
 MOST_WARMUP = 0.5
-"""At most this fraction of a leg's steps is warm-up: what goes on being slow is how the recipe runs."""
+"""At most this fraction of a leg's steps is warm-up: if later steps stay slow, that is the recipe's speed."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LegTime:
     warmup_s: float
     """What the warm-up steps took beyond that."""
     around_s: float | None
-    """The rest of the process: its start, validations, the checkpoint; None where that was not noted."""
+    """The rest of the process: start-up, validations, the checkpoint; None if it was not recorded."""
 
 
 @dataclass(frozen=True)

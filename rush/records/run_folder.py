@@ -1,8 +1,8 @@
 """The files of a run, and the rules for opening a run folder.
 
-A new run never mixes with an old one: starting in a folder that already holds a run is refused, and so
-is resuming where there is none. Both are decided under the lock, so that two starts at the same moment
-cannot both find the folder empty.
+A new run never mixes with an old one: starting in a folder that already has a run is refused, and so is
+resuming without one. Both checks happen under the lock, so that two simultaneous starts cannot both find the
+folder empty.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class RunFolder:
     recipe = _Entry("recipe.toml")
     machine = _Entry("machine.json")
     techniques = _Entry("techniques.json")
-    """Which files the run's own techniques came from, where it has any."""
+    """The files of the run's own techniques, if any."""
     failures = _Entry("failure.log")
     """Tracebacks, one section for each failure."""
     last_failure = _Entry("failure.json")
-    """Phase, step and techniques to blame of the last failure."""
+    """Phase, step, techniques to blame and message of the last failure."""
     trying = _Entry("trying-micro.json")
     """The micro batch that is being tried, while `batch.micro=auto` looks for one."""
     metrics = _Entry("metrics.jsonl")
@@ -50,7 +50,7 @@ class RunFolder:
     trackers = _Entry("trackers.json")
     """The ids of the run in its trackers."""
     notes = _Entry("notes.jsonl")
-    """What the run said on the way: warnings, advice, which checkpoint it resumed from."""
+    """Notes of the run: warnings, advice, the checkpoint it resumed from."""
     tokenizer = _Entry("tokenizer")
     report = _Entry("report.html")
 
@@ -64,7 +64,7 @@ class RunFolder:
 
 
 def check_empty(folder: RunFolder) -> None:
-    """Refuse to start a run where there is one, or where something else is."""
+    """Refuse to start a run in a folder with another run or other files."""
     if folder.holds_run():
         raise RecipeError(
             f"{folder.path} already holds a run. Continue it with --resume, or choose another folder with --out."

@@ -1,11 +1,11 @@
-"""The rows of a run as curves, read as the file grows and thinned out as they come.
+"""The rows of a run as curves, read and downsampled as the file grows.
 
-Rows are gathered in buckets of equal numbers of rows. When there are too many buckets, neighbors are joined and a bucket
-holds twice as many rows: so a run of any length has at most `MOST_BUCKETS` of them. A bucket keeps the smallest and the
-largest value beside the mean, so that no spike is lost. A reader that knows how far it got asks for the buckets from there;
-`generation` changes when what it has is no longer what there is (joined buckets, or rows that a resumed run cut away).
+Rows are aggregated in buckets of equal numbers of rows. When there are too many buckets, neighbors are merged and a bucket
+holds twice as many rows: so a run of any length has at most `MOST_BUCKETS` of them. A bucket keeps the minimum and maximum with
+the mean, so that no spike is lost. A reader requests the buckets after its last position; `generation` changes when its earlier
+buckets are stale (merged buckets, or rows that a resumed run truncated).
 
-Rows are read leniently: a line that is no row is counted and skipped, a value that is no finite number is missing.
+Rows are read leniently: an invalid line is counted and skipped, a value that is not a finite number is missing.
 """
 
 from __future__ import annotations
@@ -115,7 +115,6 @@ class RunSeries:
         self.buckets: list[Bucket] = []
         self.width = 1
         self.validations: list[Validated] = []
-        self.validations_left_out = 0
         self.last: Mapping[str, Any] = {}
         self.num_rows = self._num_broken = self.num_skipped = self.num_not_finite = 0
         self.first_not_finite: int | None = None
@@ -149,7 +148,7 @@ class RunSeries:
             self._num_broken += 1
 
     def put(self, row: Mapping[str, Any]) -> None:
-        """Take a row that stands in no file."""
+        """Add a row that is not in a file."""
         step = row.get("step")
         if not isinstance(step, int) or isinstance(step, bool) or abs(step) > 2**53:
             self._num_broken += 1
@@ -186,7 +185,6 @@ class RunSeries:
         """Every validation, until there are too many: then every second one is left out, never the newest."""
         self.validations.append(one)
         if len(self.validations) > MOST_VALIDATIONS:
-            self.validations_left_out += len(self.validations) // 2
             self.validations = self.validations[::-2][::-1]
             self.generation += 1
 
@@ -203,7 +201,7 @@ class RunSeries:
 
     @property
     def num_broken(self) -> int:
-        """Lines that are no rows."""
+        """The number of invalid lines."""
         return self._num_broken + self._tail.num_too_long
 
     @property

@@ -1,7 +1,7 @@
-"""Where a run, a ladder or a search stands, seen from outside: running, finished, interrupted, failed or stale.
+"""The status of a run, a ladder or a search, seen from outside: running, finished, interrupted, failed or stale.
 
-The holder of a folder's lock writes its process and host into it, and a release empties it. Nobody else's lock is tried here:
-even a moment's hold would refuse a run that is just starting. A holder that is gone (killed) leaves its name behind.
+The holder of a folder's lock writes its process and host into it, and a release empties it. This never tries to take the lock:
+even a short hold would refuse a run that is just starting. A killed holder leaves its entry behind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rush.records.lock import LOCK_NAME
 
 Status = Literal["running", "finished", "interrupted", "failed", "stale"]
 QUIET_S = 120.0
-"""A run that is said to run, without a new row for so long (and for twenty of its steps), is stale."""
+"""A run with a live holder but without a new row for this long (and for twenty of its steps) is stale."""
 
 KINDS = {
     "ladder": "ladder.json",
@@ -74,7 +74,7 @@ def holder_is_alive(folder: Path) -> bool | None:
 def status_of(
     *, done: bool, alive: bool | None, quiet_s: float, step_s: float = 0.0, failed: bool = False
 ) -> Status:
-    """The word for it, from what is known: whether it is done, its holder, and for how long nothing was written."""
+    """The status, from whether it is done, its holder, and the time since the last write."""
     if alive is False:
         return "finished" if done else "failed" if failed else "interrupted"
     if done and alive is None:

@@ -1,4 +1,4 @@
-"""The record of `rush start`: what was found, what was decided and why, and what the planner expects of it."""
+"""The record of `rush start`: the findings, the decisions with reasons, and the planner's prediction."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The gap between two loss curves in per cent of steps: what a tolerance costs.
+"""The gap between two loss curves in per cent of steps: the cost of a tolerance.
 
-"Within tolerance" says that a curve is close enough, not what is paid. A curve that lies above the reference's by a gap reaches the
-same loss later: by the gap over the reference's slope. Both are taken over the second half of the steps, the slope by least squares,
-and divided by the steps made so far, so that 0.02 means: 2 % more steps for the same loss. Where the reference does not fall by more
-than its own noise there is no slope, and nothing is said. A race (`rush race`) measures over a whole run what this estimates from one
-slope.
+"Within tolerance" means that a curve is close enough, not what the difference costs. A curve above the reference reaches the
+same loss later: by the gap divided by the reference's slope. Both are computed over the second half of the steps, the slope by
+least squares, and divided by the number of steps, so that 0.02 means: 2 % more steps for the same loss. If the reference does
+not fall by more than its own noise there is no slope, and the gap is unknown. A race (`rush race`) measures over a full run
+what this estimates from one slope.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ JOIN = "\N{NO-BREAK SPACE}"
 
 
 def more_steps(losses: Sequence[float], reference: Sequence[float]) -> float | None:
-    """Which fraction more steps the curve needs for the reference's loss; below zero, fewer. None where it cannot be said."""
+    """The fraction of additional steps that the curve needs for the reference's loss; negative: fewer. None if unknown."""
     count = len(reference)
     if count < FEWEST or len(losses) != count or not all(map(math.isfinite, [*losses, *reference])):
         return None

@@ -1,4 +1,4 @@
-"""The lines of a file that grows: what was added since the last look, whole lines only, every byte read once."""
+"""The lines of a growing file: those added since the last read, complete lines only, every byte read once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 PIECE_BYTES, MOST_SKIPPED = 1 << 20, 1 << 28
 LONGEST_LINE = 1 << 20
-"""A line that is longer than any of ours is left out: a stranger's file must not fill the memory.
-A file that has nothing else for 256 MiB is not read on."""
+"""Longer lines are skipped: an untrusted file must not fill the memory. After 256 MiB of nothing else the file is not read
+further."""
 
 
 def open_file(path: Path, *, follow: bool = True) -> int | None:
@@ -29,12 +29,12 @@ def open_file(path: Path, *, follow: bool = True) -> int | None:
 
 @dataclass
 class Tail:
-    """Where the reading of a file stands."""
+    """The read position in a file."""
 
     path: Path
     follow: bool = True
     bytes_read: int = 0
-    """Ever, for those who count the work."""
+    """Total bytes read, for tests of the work done."""
     num_too_long: int = 0
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ class Tail:
         self._offset, self._rest, self._skipping = 0, b"", False
 
     def read(self) -> tuple[bool, Iterator[bytes]]:
-        """Whether the file is another than before (it begins anew), and its further lines, without their ends."""
+        """Whether the file was replaced (reading starts over), and its new lines, without line ends."""
         descriptor = open_file(self.path, follow=self.follow)
         if descriptor is None:
             return False, iter(())

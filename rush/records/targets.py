@@ -1,7 +1,7 @@
-"""What became of a target, in one word: reached, close call, missed, not measured.
+"""The result of a target in one word: reached, close call, missed, not measured.
 
-A record calls a target reached where the ratio itself is enough, and adds a reason where its interval reaches beyond the
-target. Whoever shows it says "close call" there: the next measurement may miss it.
+A record calls a target reached if the ratio itself is sufficient, and adds a reason if its interval extends beyond the target.
+Then pages show "close call": the next measurement may miss it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ CLOSE_CALL = "close call"
 
 
 def target_word(target: Mapping[str, Any]) -> str:
-    """The recorded verdict, but "close call" where the record says so or its interval does."""
+    """The recorded verdict, but "close call" where the interval of what was reached has an end beyond the target."""
     verdict = str(target["verdict"])
-    close = CLOSE_CALL in (target.get("why") or "") or beyond(target, target.get("ci95"))
-    return CLOSE_CALL if verdict == "reached" and close else verdict
+    return CLOSE_CALL if verdict == "reached" and beyond(target, target.get("ci95")) else verdict
 
 
 def beyond(target: Mapping[str, Any], interval: Any) -> bool:

@@ -1,8 +1,8 @@
 """The record of a search: what `tune.json` holds, and the mark that a tuned recipe carries.
 
-Every recipe that was thought of is a candidate with one word of what became of it, a reason, what was predicted and what was
-measured; `events` are the trials in the order they were made. The mark is a comment in the recipe's file with the fingerprint
-of the machine: it goes wherever the file is copied to, and changes nothing about the run.
+Every recipe that the search considered is a candidate with a result, a reason, predictions and measurements;
+`events` are the trials in chronological order. The mark is a comment in the recipe's file with the
+fingerprint of the machine: it stays in copies of the file, and does not affect the run.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ read_tune, write_tune, check_tune = TUNE.read, TUNE.write, TUNE.check
 
 
 def judged_again(record: TuneRecord) -> TuneRecord:
-    """The record as the rule of now reads it: parity from the recorded curves, the winner's gain from its interval. What pages and
-    the terminal print comes from here; the file stays as it was written."""
+    """The record by the current rules: parity from the recorded curves, the winner's gain from its interval. Pages and the
+    terminal print this; the file stays unchanged."""
     winner = record.get("winner")
     gain = winner.get("gain") if isinstance(winner, dict) else None
     rows = [_row_again(row, gain) for row in record.get("candidates", ())]
@@ -121,31 +121,46 @@ def proved(winner: Mapping[str, Any]) -> bool:
 
 
 PLANNED = "planned: "
-"""Prefix of the key of a recipe that the planner put together; its techniques and micro batch follow."""
+"""Prefix of the key of a recipe that the planner composed; its techniques and micro batch follow."""
 
 
-def short_names(rows: Iterable[CandidateRow]) -> dict[str, str]:
-    """A name for each key that fits into a table. A recipe of the planner gets a number, and after the first its difference from
-    that one."""
-    names: dict[str, str] = {}
+@dataclass(frozen=True)
+class CandidateName:
+    """A name that fits into a table."""
+
+    short: str
+    difference: str = ""
+    """The difference of a later recipe of the planner from the first."""
+    whole: str | None = None
+    """All parts of a recipe of the planner whose difference is not given."""
+
+    def __str__(self) -> str:
+        return f"{self.short}: {self.difference}" if self.difference else self.short
+
+
+def short_names(rows: Iterable[CandidateRow]) -> dict[str, CandidateName]:
+    """A name for each key. A recipe of the planner gets a number, and after the first its difference from that one."""
+    names: dict[str, CandidateName] = {}
     first: _Parts | None = None
     number = 0
     for row in rows:
         key = row["key"]
         if row.get("kind", "jump" if key.startswith(PLANNED) else "") != "jump":
-            names[key] = key
+            names[key] = CandidateName(key)
             continue
         parts, number = _parts(row), number + 1
         difference = [] if first is None else parts.differences(first)
-        said = f": jump 1 {', '.join(difference)}" if 0 < len(difference) <= 3 else ""
-        names[key] = f"jump {number}{said}"
+        if 0 < len(difference) <= 3:
+            names[key] = CandidateName(f"jump {number}", f"jump 1 {', '.join(difference)}")
+        else:
+            names[key] = CandidateName(f"jump {number}", whole=key.removeprefix(PLANNED))
         first = first or parts
     return names
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a recipe of the planner is put together from."""
+    """The parts of a recipe that the planner composed."""
 
     settings: tuple[str, ...]
     micro: str
@@ -159,7 +174,7 @@ class _Parts:
 
 
 def _parts(row: CandidateRow) -> _Parts:
-    """Of a candidate; from its key in records that do not list them."""
+    """The techniques of a candidate; from its key in records that do not list them."""
     if "settings" in row:
         return _Parts(tuple(row["settings"]), str(row["micro"]))
     settings, _, micro = row["key"].removeprefix(PLANNED).partition(", micro ")

@@ -1,7 +1,7 @@
-"""Reports: what was measured, as one HTML file that works without network. Reads records, needs no torch.
+"""Reports: measurements as one self-contained HTML file. Reads records, needs no torch.
 
-`write_report` draws one ladder, `write_comparison` several side by side (machines or versions), and
-`write_picture` the ladder alone as an SVG file, for a README.
+`write_report` draws one ladder, `write_comparison` several side by side (machines or versions), and `write_picture` only the
+ladder as an SVG file, for a README.
 """
 
 from rush.report.compare import write_comparison

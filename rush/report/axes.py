@@ -48,7 +48,10 @@ def y_axis(
     frame: Frame, scale: Scale, at: Sequence[float], label: Callable[[float], str], title: str
 ) -> list[Markup]:
     """Horizontal grid lines with their labels at the left, and what is measured above them."""
-    marks = [tag("text", title, class_="axis-title", x=2, y=frame.top - 6)]
+    above = min(
+        12, max(6, frame.top - 10)
+    )  # clear of the label of a grid line at the top, where there is room
+    marks = [tag("text", title, class_="axis-title", x=2, y=frame.top - above)]
     for value in at:
         y = scale(value)
         marks.append(tag("line", class_="grid", x1=frame.left, x2=frame.x_end, y1=y, y2=y))
@@ -83,7 +86,7 @@ def free_spot(
     directions: Sequence[tuple[float, float]],
     apart: float,
 ) -> tuple[float, float] | None:
-    """The nearest place around a dot for its label, inside the plot and `apart` from what is there already."""
+    """The nearest free position around a dot for its label, inside the plot and `apart` from existing labels."""
     for reach in reaches:
         for dx, dy in directions:
             spot = (cx + dx * reach, cy + dy * reach)

@@ -18,7 +18,7 @@ from rush.report.svg import Scale, percent, picture, tag, text_at, tooltip, whis
 
 SPEED_FULL = 64.0
 MEMORY_FULL = 56.0
-"""Where the longest bar ends, in percent of the column: the rest is for the number beside it."""
+"""End of the longest bar, in percent of the column: the rest is for its number."""
 
 CLASSES = {
     "attention": "attention",
@@ -154,7 +154,7 @@ def claim_axis(scale: Scale) -> Markup:
 def claim_row(
     claimed: float | None, found: float | None, low: float | None, high: float | None, scale: Scale, who: str
 ) -> Markup:
-    """A hollow diamond where the authors put it, a dot with an interval where it was found."""
+    """A hollow diamond at the claim, a dot with an interval at the finding."""
     marks = [tag("line", class_="zero", x1=percent(scale(1)), x2=percent(scale(1)), y1=0, y2=26)]
     alt = f"{who}: claimed {formatting.change(claimed)}, found {formatting.change(found)}"
     if low is not None and high is not None and low > 0:

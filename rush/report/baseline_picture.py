@@ -1,6 +1,6 @@
-"""Our recipes beside their baselines as one SVG file, for a README: the ratio of speeds, its interval, what was wanted.
+"""Our recipes against their baselines as one SVG file, for a README: the ratio of speeds, its interval, the target.
 
-A bar is our speed over the baseline's, measured in the same command; the line at 1 is the baseline. A mark shows what was wanted.
+A bar is our speed over the baseline's, measured in the same command; the line at 1 is the baseline. A mark shows the target.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A ladder over batches, without and with what saves memory: does checkpointing pay by the larger batch it allows?
+"""A ladder over batch sizes, with and without memory-saving techniques: does checkpointing pay off through a larger batch?
 
-Checkpointing costs arithmetic and gives memory back. At the same batch it loses. Under a limit of memory it may win: what
-runs without it stops at a smaller batch. So every rung that differs from the others only in its micro batch and in what
-saves memory is a point here: tokens per second and peak memory over the batch, with the limit as a line, and a cross
-for what ran out of it. A doubling counts as a gain only where the lab's rule says so (`rush/records/gains.py`).
+Checkpointing costs arithmetic and frees memory. At the same batch it loses. Under a memory limit it may win, because runs
+without it are limited to a smaller batch. So every rung that differs from the others only in its micro batch and in
+memory-saving techniques is a point here: tokens per second and peak memory over batch size, with the limit as a line, and a
+cross for each OOM. A doubling counts as a gain only by the lab's rule (`rush/records/gains.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rush.report.ladder import LadderView, RungView, careful_ratio
 from rush.report.panels import Curve, Curves, Dot, Level, Mark, Panel
 
 SAVERS = ("checkpoint_selective", "checkpoint_full", "offload_activations")
-"""Techniques that give memory back and cost time."""
+"""Techniques that save memory and cost time."""
 PLAIN = "no checkpointing"
 ENOUGH = 3
 """Different batches that make a curve."""
@@ -31,7 +31,8 @@ class BatchView:
     series: dict[str, tuple[RungView, ...]]
     limit_bytes: float | None
     whole: bool = True
-    """Whether peaks are held against the limit: on a CPU a peak is the whole process's, and the limit what a step adds."""
+    """Whether peaks are compared with the limit: on a CPU a peak is the process's, but the limit applies to the step's
+    increase."""
 
 
 def batch_view(ladder: LadderView) -> BatchView | None:
@@ -39,12 +40,12 @@ def batch_view(ladder: LadderView) -> BatchView | None:
     families: dict[tuple[object, ...], list[RungView]] = {}
     for rung in ladder.able:
         if rung.micro is not None:
-            rest = tuple(sorted(name for name in rung.techniques if _name(name) not in SAVERS))
+            rest = tuple(sorted(name for name in rung.techniques if name not in SAVERS))
             families.setdefault((rest, rung.sequence), []).append(rung)
     rungs = max(families.values(), key=lambda found: len({rung.micro for rung in found}), default=[])
     series: dict[str, dict[int, RungView]] = {}
     for rung in rungs:
-        with_ = " + ".join(name for name in map(_name, rung.techniques) if name in SAVERS) or PLAIN
+        with_ = " + ".join(name for name in rung.techniques if name in SAVERS) or PLAIN
         assert rung.micro is not None
         series.setdefault(with_, {})[rung.micro] = rung
     if len({rung.micro for rung in rungs}) < ENOUGH or len(series) < 2 or PLAIN not in series:
@@ -53,10 +54,6 @@ def batch_view(ladder: LadderView) -> BatchView | None:
         return None
     ordered = {name: tuple(own[micro] for micro in sorted(own)) for name, own in series.items()}
     return BatchView(ordered, _limit(ladder), ladder.machine.get("device") != "cpu")
-
-
-def _name(technique: str) -> str:
-    return technique.split(" (")[0]
 
 
 def _limit(ladder: LadderView) -> float | None:
@@ -139,7 +136,7 @@ def stops_paying(own: Sequence[RungView]) -> int | None:
 
 
 def batch_words(view: BatchView) -> list[str]:
-    """What the curve says: the best of each, whether what saves memory pays, and where more stops paying."""
+    """The conclusions of the curve: the best of each, whether saving memory pays off, and where larger batches stop paying off."""
     found = []
     best = {name: rung for name, own in view.series.items() if (rung := _best(own)) is not None}
     limit = f"Under {view.limit_bytes / 1e9:g} GB" if view.limit_bytes else "On this machine"

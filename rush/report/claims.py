@@ -1,7 +1,7 @@
-"""Claims against findings: what a technique's authors say it gains, beside what it gained here.
+"""Claims against findings: the authors' claimed gain of a technique, and its gain here.
 
-Like is compared with like: a claim names what it is relative to, and the finding is the gain over that. Mixed precision is
-claimed to be ×3.5 of plain fp32; on a ladder that has TF32 below it, its gain over the rung before is another question.
+A claim states what it is relative to, and the finding is the gain over the same baseline. Mixed precision is claimed to be ×3.5
+of plain fp32; on a ladder with TF32 below it, its gain over the rung before is a different quantity.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from rush.report import formatting, headlines
 from rush.report.ladder import ClaimView, LadderView, RungView, careful_ratio
 
 RUNG_BEFORE, PLAIN, BASE = "the rung before", "plain fp32", "the base"
-"""What a claim may be relative to, beside the name of a technique: see `Claim.relative_to`."""
+"""What a claim may be relative to, besides a technique: see `Claim.relative_to`."""
 CLIMB = "the whole climb"
 FORMER = {"from plain fp32": PLAIN, "over padding": "pad", "half of the tokens were padding": BASE}
-"""What claims of older records say in their regime, and what they are relative to."""
+"""Regimes of claims in older records, and what they are relative to."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def climb_claim(ladder: LadderView) -> ClaimCheck | None:
 
 
 def relative_to(claim: ClaimView) -> str:
-    """What the claim is relative to; older records say it in its regime only."""
+    """What the claim is relative to; older records have it in the regime only."""
     if claim.relative_to:
         return claim.relative_to
     said = (claim.regime or "") if claim.metric == "tokens_per_s" else ""
@@ -109,8 +109,7 @@ def baseline_of(ladder: LadderView, rung: RungView, relative: str) -> RungView |
         return alike[0] if alike and alike[0].index == 1 else None
     if relative == PLAIN:
         return next((r for r in alike if not r.techniques), None)
-    names = [(r, {name.partition(" (")[0] for name in r.techniques}) for r in reversed(alike)]
-    return next((r for r, own in names if relative in own), None)
+    return next((r for r in reversed(alike) if relative in r.techniques), None)
 
 
 def effects(ladder: LadderView, rung: RungView) -> str:

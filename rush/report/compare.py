@@ -1,8 +1,8 @@
 """Several ladders side by side: the same rungs on other machines, or on other versions.
 
-Rungs are matched by name. How much faster one ladder is than the first is a ratio of medians; its
-interval is the careful one, from the lower end of one to the upper end of the other, which needs nothing
-but the two intervals and errs on the side of "cannot tell".
+Rungs are matched by name. How much faster one ladder is than the first is a ratio of medians; its interval is
+conservative, from the lower end of one to the upper end of the other, which needs only the two intervals and
+errs on the side of "cannot tell".
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def comparison_page(ladders: Sequence[tuple[Path, LadderView]]) -> str:
 
 
 def _folder_name(path: Path) -> str:
-    """What a person calls a ladder: the name of its folder."""
+    """The display name of a ladder: the name of its folder."""
     place = path.resolve()
     return (place if place.is_dir() else place.parent).name or str(place)
 

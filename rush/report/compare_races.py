@@ -1,4 +1,4 @@
-"""The contenders of a race as runs that can be compared: the mean over their seeds, with gross and net from the race.
+"""The contenders of a race as comparable runs: the mean over their seeds, with gross and net from the race.
 
 Gross and net are ratios to the first contender of the same race, whose legs alternated with theirs on one machine; no ratio across
 races has an interval. A contender's time is its training time, without what the first steps of a leg took for warm-up.
@@ -42,7 +42,7 @@ class RacedRecipe(RunView):
         return verdict_of(self.finding) if self.finding else ""
 
     def in_race(self) -> dict[str, Any]:
-        """What the race says of it, as `--json` prints it."""
+        """Its findings in the race, as `--json` prints them."""
         found = {key: (self.finding or {}).get(key) for key in ("against", "gross", "net", "more_tokens")}
         return {"contender": self.contender, "seeds": self.seeds, **found, "verdict": self.verdict or None}
 
@@ -86,7 +86,7 @@ def _status(runs: Sequence[RaceRun]) -> Status:
 
 
 def _as_raced(record: RaceRecord, one: RaceContender) -> Mapping[str, Any]:
-    """The contender's recipe with what the race sets: its length, its seeds, its validations."""
+    """The contender's recipe with the race's overrides: its length, its seeds, its validations."""
     tree = {
         key: dict(part) if isinstance(part, dict) else part for key, part in read_toml(one["recipe"]).items()
     }

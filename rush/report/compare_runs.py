@@ -1,9 +1,9 @@
-"""Several runs side by side: curves on top of each other, tokens and time to the same loss, and how their recipes differ. The
-contenders of races are compared as runs are, with gross and net from their race.
+"""Several runs side by side: overlaid curves, tokens and time to the same loss, and differences of their recipes. The
+contenders of races are compared like runs, with gross and net from their race.
 
-The loss they are held against is one that all of them reached: the worst of the final validation losses, or where a run was
-never validated, of the final training losses, smoothed. Runs on other data, or with another objective, have losses that say
-nothing about each other; then that is said.
+They are compared at a loss that all of them reached: the highest of the final validation losses, or where a run was
+never validated, of the final training losses, smoothed. Losses of runs on different data, or with different
+objectives, are not comparable; then the page states it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Place = tuple[int, float, float]
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run, and where it first came down to the common loss."""
+    """A run, and where it first reached the common loss."""
 
     letter: str
     series: int
@@ -101,7 +101,7 @@ class RunComparison:
 
     @property
     def without_differences(self) -> str:
-        """What is said where no difference was found: that there is none only if every recipe could be read."""
+        """The sentence if no difference was found: it denies differences only if every recipe could be read."""
         lost = [one.letter for one in self.runs if not one.run.recipe]
         if lost:
             return f"Not known: there is no readable recipe.toml of {', '.join(lost)}."
@@ -109,7 +109,7 @@ class RunComparison:
 
     @property
     def notes(self) -> list[str]:
-        """What makes the losses of these runs hard to compare."""
+        """Reasons why the losses of these runs are hard to compare."""
         keys, found = {key for key, _ in self.differences}, []
         alike = (
             "data.source",
@@ -147,7 +147,7 @@ class RunComparison:
 
 
 def compare_runs(folders: Sequence[Path]) -> RunComparison:
-    """Read runs and races, and hold all runs and contenders against the same loss."""
+    """Read runs and races, and compare all runs and contenders at the same loss."""
     runs = [
         run
         for folder in folders
@@ -209,7 +209,7 @@ def recipe_differences(runs: Sequence[RunView]) -> tuple[tuple[str, tuple[str, .
 
 
 def write_run_comparison(found: RunComparison, html: Path) -> None:
-    """Draw the runs on top of each other into one self-contained file."""
+    """Draw the overlaid runs into one self-contained file."""
     write_atomic(html, run_comparison_page(found))
 
 
@@ -232,11 +232,11 @@ def run_comparison_page(found: RunComparison) -> str:
             if (drawn := [(axis, small(panel)) for axis in kinds if (panel := figure_overlay(lines, figure, axis))])
         ],
         rows=[(one, one.row) for one in found.runs],
-        against=[_against(found.runs[0], one) for one in found.runs],
+        against=[words_against(found.runs[0], one) for one in found.runs],
     )  # fmt: skip
 
 
-def _against(first: ComparedRun, one: ComparedRun) -> str:
+def words_against(first: ComparedRun, one: ComparedRun) -> str:
     """How much sooner or later than the first run the common loss was reached, by the time of the steps."""
     if (
         one is first

@@ -1,4 +1,4 @@
-"""Curves: tokens per second against batch size, losses on top of each other, raw samples.
+"""Curves: tokens per second against batch size, overlaid losses, raw samples.
 
 Two quantities never share one picture with two scales: memory stands in its own panel under speed, and
 the difference of two losses under the losses, because a difference that matters can be far thinner than

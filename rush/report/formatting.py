@@ -1,8 +1,7 @@
-"""Numbers and times as a person reads them.
+"""Human-readable numbers and times.
 
-Three significant digits, because no measurement here is better than that; a unit that keeps the number
-between 1 and 1000; and a dash for what is not known. The same number is written the same way everywhere.
-A number and its unit are joined by a space that does not break.
+Three significant digits, because no measurement here is better than that; a unit that keeps the number between 1 and 1000; and
+a dash for unknown values. The same number has the same form everywhere. A non-breaking space joins a number and its unit.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ import math
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
+
+from markupsafe import Markup, escape
 
 MISSING = "–"
 JOIN = "\N{NO-BREAK SPACE}"
@@ -21,6 +22,18 @@ _MONTHS = (
     "July", "August", "September", "October", "November", "December",
 )  # fmt: skip
 _BYTES = ((2.0**50, "PiB"), (2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
+
+
+def sentence(words: str) -> str:
+    """Add a capital letter and a full stop, so that another sentence can follow; a tensor's name keeps its letters."""
+    first = words.split(" ", 1)[0]
+    opened = words[:1].upper() + words[1:] if first.isalpha() else words
+    return opened if opened.endswith((".", "!", "?")) else f"{opened}."
+
+
+def breakable(name: str) -> Markup:
+    """Allow line breaks after an opening bracket or a comma, so that none falls within a word."""
+    return Markup(re.sub(r"([(,])", r"\1<wbr>", str(escape(name))))
 
 
 def digits(value: float) -> str:
@@ -91,7 +104,7 @@ def share(value: float | None) -> str:
 
 
 def change(value: float | None) -> str:
-    """A ratio as a person says it: +75 %, −40 %, ×3.50."""
+    """A ratio in the usual form: +75 %, −40 %, ×3.50."""
     if value is None:
         return MISSING
     if value >= 2:

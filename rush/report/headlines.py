@@ -1,9 +1,9 @@
-"""What the numbers mean, in words: verdicts, the headline, claims against findings, warnings.
+"""The meaning of the numbers, in words: verdicts, the headline, claims against findings, warnings.
 
-A verdict never rests on color alone: it has a sign of its own and its words. The highest median is not the ladder's
-result: of ten rungs that change nothing one is always the fastest. The headline names only a rung that was judged *equal
-and faster* than the one before it, whose cumulative gain is real too, and that can be trained with; it says it apart when
-something really faster was not equal or not usable.
+A verdict never relies on color alone: it has a sign and words. The highest median is not the ladder's result: among ten rungs
+that change nothing one is always the fastest. The headline names only a rung that was judged *equal and faster* than the one
+before it, whose cumulative gain is also real, and that is usable; a separate sentence mentions rungs that were really faster
+but not equal or not usable.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def credited(ladder: LadderView) -> RungView | None:
 
 
 def together(ladder: LadderView) -> RungView | None:
-    """Where no single rung is credited: the highest that was built upon, if all up to it gain together.
+    """If no single rung is credited: the highest that others build on, if all up to it gain together.
 
-    One rung, named before anything was measured: the best of many would be ahead by chance.
+    One rung, fixed before the measurement: the best of many would be ahead by chance.
     """
     built = [r for r in ladder.rungs if r.kept and r.status == "ok" and r.usable and learns_the_same(r)]
     top = next((rung for rung in reversed(built) if rung.verdict != "no gain"), None)
@@ -102,7 +102,7 @@ class HeadlineFigure:
 
 
 def headline(ladder: LadderView) -> str:
-    """Two or three sentences: from where to where, whether the result stayed the same, and what was faster and is no result."""
+    """Two or three sentences: first and best speed, whether the model learns the same, and faster rungs that do not count."""
     first, best = first_measured(ladder), credited(ladder)
     if first is None or first.speed is None:
         return "No rung has been measured yet."
@@ -125,7 +125,7 @@ def headline(ladder: LadderView) -> str:
 
 
 def _nothing_faster(ladder: LadderView) -> str:
-    """Where nothing is credited: whether that is a finding, or nothing could be told."""
+    """If nothing is credited: whether that is a finding or inconclusive."""
     tried = [rung for rung in ladder.rungs if rung.verdict not in ("baseline", *_NOT_TIMED)]
     open_ = [rung for rung in tried if rung.verdict == "cannot tell"]
     if not tried:
@@ -137,7 +137,7 @@ def _nothing_faster(ladder: LadderView) -> str:
 
 
 def _faster_and_no_result(ladder: LadderView, reached: float) -> list[str]:
-    """What was really faster than the rung that is credited, and learns differently, is not proven, or cannot be used."""
+    """Rungs that were really faster than the credited one, but learn differently, are not proven, or are unusable."""
     sentences = []
     able = [rung for rung in ladder.rungs if _ahead(rung) and rung.speed]
     other = _fastest(r for r in able if r.usable and not learns_the_same(r))
@@ -238,7 +238,7 @@ def finest_words(parity: ParityView) -> str:
 
 
 def disturbed_words(rung: RungView) -> str:
-    """What is said of a disturbed process; nothing where there was none."""
+    """A sentence on a disturbed process; empty if there was none."""
     if rung.disturbed is None:
         return ""
     then = "measured again" if rung.disturbed.again else "it is in no interval"
@@ -267,7 +267,7 @@ def machine_name(machine: Mapping[str, Json]) -> str:
 
 
 def warnings(ladder: LadderView) -> list[str]:
-    """What a reader should know before trusting the numbers."""
+    """Warnings about the numbers."""
     notes = []
     if ladder.finished is None:
         notes.append(
@@ -310,7 +310,7 @@ def warnings(ladder: LadderView) -> list[str]:
 
 
 def environment(rung: RungView) -> list[tuple[str, str]]:
-    """The surroundings of a measurement as name and value, for the table of raw samples."""
+    """The conditions of a measurement as name and value, for the table of raw samples."""
     names = {"clock_mhz": "clock (MHz)", "temperature_c": "temperature (°C)", "throttle": "throttling",
              "foreign_processes": "foreign processes", "load": "load", "steady": "steady"}  # fmt: skip
     rows = []

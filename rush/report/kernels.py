@@ -1,8 +1,8 @@
 """The kernel bench as a page: targets first, then a picture per op over its sizes, then every number.
 
-The pictures show what part of the machine's measured ceiling a contender reaches: of the copy rate for ops
-that memory bounds, of the matmul rate for those that arithmetic bounds. Two ops then compare at a glance,
-and the distance to the roof is what is left to gain. Where no ceiling is known they show the time.
+The charts show the fraction of the machine's measured ceiling that a contender reaches: of the copy rate for
+memory-bound ops, of the matmul rate for compute-bound ones. So ops are comparable at a glance, and the
+distance to the roof is the potential gain. If no ceiling is known they show the time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class KernelSection:
     op: KernelOp
     figures: tuple[Chart, ...]
     away: tuple[str, ...]
-    """Contenders that were not here, with the reason."""
+    """Contenders that were not available, with the reason."""
 
 
 def write_kernel_report(folder: Path, html: Path) -> None:

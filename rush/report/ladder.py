@@ -1,4 +1,4 @@
-"""A ladder as the pages show it: plain data read from `ladder.json`, None for what is not known."""
+"""A ladder as the pages show it: plain data read from `ladder.json`, None for unknown values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rush.report.lenient import Json, items, shown, table, text, word
 
 
 def under(*path: str) -> Any:
-    """Where the record has a field of another name, or of a table in it."""
+    """The record's field, if it has another name or is inside a table."""
     return Field(validation_alias=AliasPath(*path))
 
 
@@ -63,17 +63,17 @@ class GainView:
         None
     )
     paired: lenient.Whole = None
-    """On how many batches the two were compared one by one; None where by their medians."""
+    """The number of paired batches; None if medians were compared."""
 
     @property
     def judged(self) -> Judgement:
-        """What its interval says; without an interval nothing can be told."""
+        """The verdict of its interval; without an interval it cannot tell."""
         return judge(self.low, self.high) if self.low is not None and self.high is not None else "cannot tell"
 
 
 @dataclass(frozen=True)
 class DisturbedView:
-    """A process that something else slowed down: what part of the others' speed it had, and how often it was measured again."""
+    """A process that another program slowed down: its speed relative to the others, and how often its rung was measured again."""
 
     ratio: lenient.PositiveNumber
     again: lenient.Whole = None
@@ -172,7 +172,7 @@ class RungView:
     status: lenient.Word
     verdict: lenient.Word
     adds: Annotated[tuple[str, ...], PlainValidator(_adds)] = ()
-    techniques: Annotated[tuple[str, ...], PlainValidator(_adds)] = ()
+    techniques: Annotated[tuple[str, ...], PlainValidator(lambda value: tuple(map(shown, items(value))))] = ()
     recipe: lenient.Text = None
     digest: lenient.Text = None
     kept: Annotated[bool, PlainValidator(lambda value: value is not False)] = True
@@ -216,7 +216,7 @@ class RungView:
 
     @property
     def usable(self) -> bool:
-        """Whether nothing is known to keep it from being trained with."""
+        """Whether it is not known to be unusable."""
         return self.life is None or self.life.verdict != "broken"
 
 
@@ -268,7 +268,7 @@ def _others(ceilings: Json) -> dict[str, Json]:
 
 
 def _numbered(rungs: Json) -> list[dict[str, Any]]:
-    """The rungs with their place, and with the verdicts that the rule of now reads from the recorded interval and curves."""
+    """The rungs with their index, and with the verdicts by the current rule from the recorded intervals and curves."""
     rows = []
     for index, row in enumerate(map(table, items(rungs)), start=1):
         name = text(row.get("name")) or f"rung {index}"
@@ -309,7 +309,7 @@ class LadderView:
         PlainValidator(lambda value: {text(key) or "": shown(part) for key, part in table(value).items()}),
     ] = field(default_factory=dict)
     claim: lenient.OrNone[ClaimView] = None
-    """Of the whole climb, over its first rung."""
+    """The gain of the whole ladder over its first rung."""
     rungs: Annotated[tuple[RungView, ...], BeforeValidator(_numbered)] = ()
     drift: lenient.OrNone[lenient.NonEmpty[DriftView]] = None
     batch_curve: Annotated[lenient.Each[BatchPointView], AfterValidator(_by_size)] = ()
@@ -326,12 +326,12 @@ class LadderView:
 
     @property
     def able(self) -> tuple[RungView, ...]:
-        """The rungs that this machine can run: what the eye is led to."""
+        """The rungs that this machine can run."""
         return tuple(rung for rung in self.rungs if rung.verdict != "unsupported")
 
     @property
     def unable(self) -> tuple[RungView, ...]:
-        """The rungs that cannot run here: named apart, with their reasons."""
+        """The rungs that cannot run here, listed separately with their reasons."""
         return tuple(rung for rung in self.rungs if rung.verdict == "unsupported")
 
     def rung(self, name: str | None) -> RungView | None:

@@ -1,7 +1,7 @@
-"""The ladder as one SVG file, to stand in a README or on a slide.
+"""The ladder as one SVG file, for a README or a slide.
 
-The page's own bars stretch with their column; a picture that stands alone needs fixed places, its colors
-inside, and both of them: a viewer on a dark page gets the dark ones. No script, no font, nothing to load.
+The page's own bars stretch with their column; a standalone picture needs fixed positions and embedded colors for light and dark
+mode. It has no script and no font, and loads nothing.
 """
 
 from __future__ import annotations
@@ -104,5 +104,5 @@ def _speed(rung: RungView, y: float, top: float) -> list[Markup]:
 
 
 def _pale(kind: str, rung: RungView) -> str:
-    """What was only tried is drawn pale, so that the eye follows what was built upon."""
+    """Rungs that later ones do not build on are drawn pale."""
     return kind if rung.kept else f"{kind} tried"

@@ -1,7 +1,7 @@
-"""Types for reading records leniently: what is missing or is not what it should be becomes None, drawn as a dash.
+"""Types for reading records leniently: missing or invalid values become None, drawn as a dash.
 
-What a record is at all, `rush.records` decides. Beyond that a record may be unfinished, made on a machine without a
-datasheet, or written by a later version, and a report of nine good rungs must not fail over the tenth.
+`rush.records` decides whether something is a record. A record may still be unfinished, from a machine without a datasheet, or
+written by a later version, and a report of nine good rungs must not fail because of the tenth.
 
 Text is cleaned here: characters that cannot be written as UTF-8 or that would control a terminal become the
 replacement sign. The templates escape it for HTML.

@@ -1,4 +1,4 @@
-"""The end-to-end bench as a page: each workload as bars, the baseline beside ours, with its targets and every number."""
+"""The end-to-end bench as a page: each workload as bars, the baseline and ours, with its targets and every number."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def longest_words(longest: LongestRecord) -> str:
 
 
 def _proved(longest: LongestRecord) -> str:
-    """What the recipe learns, and which techniques left no trace."""
+    """Parity, and the techniques without effect."""
     parity, idle = parity_again(longest.get("parity")), [
         each["technique"] for each in longest.get("evidence", []) if not each["took_effect"]
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Results as a notebook shows them: a picture and a few figures. From records only."""
+"""Results in a notebook: a picture and a few figures, from records only."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def tune_html(record: TuneRecord) -> str:
 
 
 def start_html(record: StartRecord) -> str:
-    """What was decided for a model and data, and what the planner expects of it."""
+    """The decisions for a model and data, and the planner's prediction."""
     plan = record["plan"]
     facts = {row["key"]: f"{row['value']} ({row['why']})" for row in record["decisions"]}
     facts["memory"] = f"{formatting.size(plan['memory_bytes'])} of {formatting.size(plan['limit_bytes'])}"

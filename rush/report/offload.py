@@ -12,7 +12,7 @@ COLUMNS = ["layers", "on", "contender", "tokens/s", "all layers", "device", "hos
 
 
 def whole_tokens_per_s(rows: list[OffloadRow], row: OffloadRow) -> float | None:
-    """The rate of all layers: measured, or from a straight line through rows with fewer of them. None: one row is no line."""
+    """The rate of all layers: measured, or extrapolated linearly from rows with fewer. None for a single row."""
     if row["layers"] == row["of_layers"]:
         return row["tokens_per_s"]["median"]
     key = (row["shape"], row["where"], row["contender"])
@@ -31,7 +31,7 @@ def whole_tokens_per_s(rows: list[OffloadRow], row: OffloadRow) -> float | None:
 
 
 def table_rows(record: OffloadRecord, shape: str) -> list[list[str]]:
-    """One line a contender of a shape; what was computed and not measured is marked with ~."""
+    """One line per contender and shape; extrapolated values are marked with ~."""
     lines = []
     for row in (row for row in record["rows"] if row["shape"] == shape):
         head = [f"{row['layers']} of {row['of_layers']}", row["where"], row["contender"]]

@@ -1,9 +1,8 @@
-"""Assembling a page: one file, no network, and a policy that forbids what the page does not need.
+"""Assembling a page: one file, no network, and a strict content security policy.
 
-A Content-Security-Policy tells the browser that nothing may be loaded and that only this very style
-sheet and this very script (by their SHA-256) may act. Text from a record is escaped by the template; were
-a hole ever left there, the policy would still refuse to run what came through it. For the same reason
-there are no style attributes and no inline handlers anywhere.
+The Content-Security-Policy forbids loading anything and allows only this style sheet and this script (by their SHA-256). The
+template escapes text from a record; if that ever failed, the policy would still block injected code. For the same reason there
+are no style attributes and no inline handlers.
 
 The same record always gives the same bytes: no clock, no random names.
 """
@@ -150,7 +149,7 @@ def limit_rows(row: Mapping[str, Json]) -> list[tuple[str, str]]:
 
 
 def _tried(point: Json) -> str:
-    """A length that was tried; what became of it, unless it ran."""
+    """A length that was tried, with its status unless it ran."""
     found = point if isinstance(point, dict) else {}
     status = text(found.get("status")) or formatting.MISSING
     became = "" if status == "ok" else f" ({status.replace('_', ' ')})"
@@ -197,7 +196,7 @@ def render(template: str, styles: Sequence[str] = ("style.css",), **values: Any)
 
 @cache
 def _environment() -> jinja2.Environment:
-    """With the templates it has compiled: a template takes longer to compile than to fill in."""
+    """The environment with its compiled templates: compiling a template takes longer than rendering it."""
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_asset),
         autoescape=True,

@@ -1,7 +1,6 @@
-"""All panels of a topic in one SVG file, to stand in a README or on a slide.
+"""All panels of a topic in one SVG file, for a README or a slide.
 
-A picture that stands alone needs its colors inside, for a light and for a dark page. No script, no font,
-nothing to load.
+A standalone picture embeds its colors for light and dark mode. It has no script and no font, and loads nothing.
 """
 
 from __future__ import annotations

@@ -179,11 +179,12 @@ def _x_ticks(panel: Curves) -> list[float]:
 
 
 def _line(line: Curve, panel: Curves, x: Scale, y: Scale) -> list[Markup]:
+    """A line, with marks where its style has them; one of a single point is a mark."""
     marks = []
     if line.style not in UNJOINED and len(line.dots) > 1:
         points = [(x(dot.x), y(dot.y)) for dot in line.dots]
         marks.append(tag("path", class_=f"curve series-{line.color} {line.style}", d=path(points)))
-    if line.style in UNMARKED:
+    if line.style in UNMARKED and (len(line.dots) > 1 or line.style != "line"):
         return marks
     return marks + [_dot(line, dot, panel, x(dot.x), y) for dot in line.dots]
 

@@ -1,4 +1,4 @@
-"""Panels as plain data: curves and bars with their numbers and units, and nothing about pixels.
+"""Panels as plain data: curves and bars with their numbers and units, without layout.
 
 `panel_svg.py` draws a panel for a page, `panel_file.py` several of them into an SVG file, and the terminal with characters.
 """
@@ -33,8 +33,8 @@ class Dot:
 @dataclass(frozen=True)
 class Curve:
     """A series. Measured ones are solid with marks, formulas and extrapolations dashed, dots not joined; lines have no marks.
-    What was computed and not measured has hollow marks (extrapolated; hollow ones are not joined); crosses mark what cannot
-    be. One without a name is not in the legend."""
+    Computed points have hollow marks (extrapolated; hollow ones are not joined); crosses mark impossible
+    ones. A series without a name is not in the legend."""
 
     name: str
     dots: Sequence[Dot]
@@ -44,7 +44,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """A place on the x axis worth knowing, as the size of a cache."""
+    """A mark on the x axis, such as the size of a cache."""
 
     x: float
     label: str
@@ -52,7 +52,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Level:
-    """A value on the y axis worth knowing, as the memory of a device."""
+    """A mark on the y axis, such as the memory of a device."""
 
     y: float
     label: str
@@ -69,7 +69,7 @@ class Curves:
     x_log: bool = True
     y_log: bool = True
     y_from_zero: bool = True
-    """Of a linear axis. A loss curve far from zero needs its own range."""
+    """Range of a linear axis. A loss curve far from zero needs its own."""
     marks: Sequence[Mark] = ()
     caption: str = ""
     levels: Sequence[Level] = ()
@@ -139,7 +139,7 @@ Panel = Curves | Bars | Stacks
 
 
 def label(value: float, unit: Unit) -> str:
-    """A value with its unit, as a person reads it."""
+    """A human-readable value with its unit."""
     if unit == "s":
         return duration(value)
     if unit == "B":

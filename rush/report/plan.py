@@ -15,13 +15,13 @@ from rush.report.svg import percent, picture, tag, tooltip
 
 KINDS = {
     "parameters": "matmul", "gradients": "attention", "master": "embedding", "reference": "offload", "activations": "norm_elementwise",
-    "logits": "loss", "casts": "bubble", "working": "data", "buffers": "communication", "pipeline": "bubble", "streams": "offload", "gathered": "attention",
+    "logits": "loss", "casts": "bubble", "working": "data", "buffers": "communication", "pipeline": "bubble", "streams": "offload", "gathered": "gathered",
     "unfilled": "idle", "context": "other",
     "matmul": "matmul", "attention": "attention", "elementwise": "norm_elementwise", "loss": "loss", "embedding": "embedding",
     "communication": "communication", "bubble": "bubble", "offload": "offload", "optimizer": "optimizer", "launching": "idle",
     "data": "data", "other": "other",
 }  # fmt: skip
-"""The class of the style sheet, and so the color, of each part: the same in every plan, whatever other parts there are."""
+"""The style class, and so the color, of each part: the same in every plan."""
 Part = tuple[str, str, str]
 """Name, class and size of a part, for the legend."""
 
@@ -53,7 +53,7 @@ def verdict(plan: Mapping[str, Any]) -> str:
 
 
 def fullest(plan: Mapping[str, Any]) -> float:
-    """The memory that decides: that of the fullest phase of a run, where a save or a validation takes more than a step."""
+    """The peak memory of a run: of a save or a validation, if that takes more than a step."""
     return float(max([plan["memory_bytes"]["total"], *(plan.get("phases_bytes") or {}).values()]))
 
 

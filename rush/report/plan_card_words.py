@@ -1,14 +1,11 @@
-"""Two kinds of cards in words, and whether eight of them can make nine of one."""
+"""Two GPU models in words, and whether eight devices can be nine times as fast as one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rush.records.plan_chart import PlanChartRecord, PredictedPoint
+from rush.records.plan_chart import MODES, SAME_STEP, PlanChartRecord, PredictedPoint
 from rush.report import formatting
-
-MODES = ("the same step", "a step that grows", "the best recipe")
-"""What stays the same where more devices are compared with one."""
 
 
 def in_group(record: PlanChartRecord, group: str) -> list[PredictedPoint]:
@@ -16,7 +13,7 @@ def in_group(record: PlanChartRecord, group: str) -> list[PredictedPoint]:
 
 
 def times_one(points: Sequence[PredictedPoint], devices: float) -> float | None:
-    """What so many devices make of the smallest number, where both fit."""
+    """The speedup over the smallest number of devices, if both fit."""
     found = {point["x"]: point for point in points if point["fits"]}
     base = min(found, default=None)
     if base is None or base != 1 or devices not in found:
@@ -45,25 +42,24 @@ def cards_words(record: PlanChartRecord) -> list[str]:
 
 
 def _claimed(record: PlanChartRecord) -> list[str]:
-    """Whether four cards can make ×4 of one and eight ×9, as somebody claimed."""
+    """Whether four GPUs can be ×4 as fast as one and eight ×9, as somebody claimed."""
     options = record["options"]
     second = options["against"]
     if float(options["devices"]) < 8:
         return []
-    modes: list[tuple[str, float, float, float]] = []
+    groups: dict[str, list[tuple[str, float, float, float]]] = {mode: [] for mode in MODES}
     for name in options["recipes"]:
         for mode in MODES:
             own = [p for p in in_group(record, f"{name}, {mode}") if p["series"] == second]
             four, eight = times_one(own, 4), times_one(own, 8)
             if four is not None and eight is not None:
                 error = max(point["expected_error"]["time"] for point in own)
-                modes.append((f"{name}, {mode}", four, eight, error))
+                groups[mode].append((f"{name}, {mode}", four, eight, error))
+    modes = [group for own in groups.values() for group in own]
     if not modes:
         return [f"Whether 8 {second} can make ×9 of one is not answered: nothing here fits one device."]
     top = max(modes, key=lambda mode: mode[2])
-    same = max(
-        (mode for mode in modes if mode[0].endswith("the same step")), key=lambda mode: mode[2], default=top
-    )
+    same = max(groups[SAME_STEP], key=lambda mode: mode[2], default=top)
     reach = top[2] * (1 + top[3])
     found = [
         f"Can 4 {second} make ×4 of one and 8 make ×9? With the same step the plan gives at most {formatting.ratio(same[1])} and {formatting.ratio(same[2])} "
@@ -90,7 +86,7 @@ def _claimed(record: PlanChartRecord) -> list[str]:
 
 
 def _why_more(record: PlanChartRecord, top: tuple[str, float, float, float]) -> str:
-    """What makes more of eight devices than eight times one."""
+    """Why eight devices can be more than eight times as fast as one."""
     if top[2] <= 8:
         return ""
     own = {p["x"]: p for p in in_group(record, top[0]) if p["series"] == record["options"]["against"]}

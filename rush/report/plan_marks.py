@@ -1,7 +1,7 @@
-"""Plans and published runs as lines and rows of a picture: what every chart of the planner is made of.
+"""Plans and published runs as lines and rows of a picture: the elements of the planner's charts.
 
-One rule for all: what was planned is hollow, broken or pale and has the stated error as a whisker; what others measured
-and published is filled and has the same color as the plan of that run. A cross marks what does not fit.
+One rule for all: plans are hollow, dashed or pale and have the expected error as a whisker; published measurements are filled
+and have the color of the plan of that run. A cross marks a plan that does not fit.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def published_memory(title: str, runs: Sequence[PublishedPoint]) -> list[Panel]:
     return [Stacks(title, "B", rows, interval=whiskers, measured=MEASURED)] if rows else []
 
 
-def over_one(title: str, points: Sequence[PredictedPoint], levels: Sequence[Level] = ()) -> Curves:
+def over_one(points: Sequence[PredictedPoint]) -> Curves:
     """Speed over that of the smallest number of devices, and the ideal line."""
     first = {p["series"]: p for p in sorted(points, key=lambda one: -one["x"])}
 
@@ -164,7 +164,8 @@ def over_one(title: str, points: Sequence[PredictedPoint], levels: Sequence[Leve
     xs = sorted({point["x"] for point in points})
     ideal = Curve(IDEAL, [Dot(x, x) for x in xs], 6, "formula")
     lines = [ideal, *plan_lines([p for p in points if p["x"] > 1], value, "time")]
-    return Curves(title, "devices", "times one device", "", "×", lines, y_log=False, levels=levels)
+    title = "Speed-up over one device, the step unchanged"
+    return Curves(title, "devices", "times one device", "", "×", lines, y_log=False)
 
 
 def quotients(

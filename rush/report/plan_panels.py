@@ -1,12 +1,11 @@
-"""The pictures of each of the planner's charts, from its record (`plan_marks.py` has what they are made of)."""
+"""The pictures of each of the planner's charts, from its record (`plan_marks.py` has their elements)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from rush.records.plan_chart import PlanChartRecord, PredictedPoint, PublishedPoint
+from rush.records.plan_chart import MODES, PlanChartRecord, PredictedPoint, PublishedPoint
 from rush.report.panels import Curve, Curves, Dot, Level, Mark, Panel, StackPart, StackRow, Stacks
-from rush.report.plan_card_words import MODES
 from rush.report.plan_marks import (
     in_group,
     measured_each,
@@ -37,7 +36,7 @@ def _speedup(record: PlanChartRecord) -> list[Panel]:
     ]
     return [
         Curves("Tokens per second of a device", "devices", "tokens/s of a device", "", "", lines),
-        over_one("Speed-up over one device, the step unchanged", points),
+        over_one(points),
     ]
 
 

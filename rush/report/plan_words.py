@@ -1,7 +1,7 @@
-"""What a planner's chart says in words: the answer, the stated error, what was published, what is missing.
+"""A planner's chart in words: the answer, the expected error, published measurements, gaps.
 
-Every figure comes from the record. A sentence that a plan cannot carry is not said: what does not fit gets no speed,
-and a claim within the stated error is neither confirmed nor refuted.
+Every figure comes from the record. No sentence claims more than a plan supports: a plan that does not fit gets no speed, and a
+claim within the expected error is neither confirmed nor refuted.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rush.records.gains import TIGHT
-from rush.records.plan_chart import PlanChartRecord, PredictedPoint
+from rush.records.plan_chart import NO_CHECKPOINTING, PlanChartRecord, PredictedPoint
 from rush.report import formatting
 from rush.report.formatting import JOIN
 from rush.report.plan_card_words import cards_words, in_group, times_one
@@ -246,7 +246,7 @@ def _batch(record: PlanChartRecord) -> list[str]:
         for point in points:
             if point["fits"] and point["tokens_per_s"] > best.get(point["series"], {"tokens_per_s": 0.0})["tokens_per_s"]:  # fmt: skip
                 best[point["series"]] = point
-        plain = next((one for name, one in best.items() if name.startswith("no ")), None)
+        plain = best.get(NO_CHECKPOINTING)
         if plain is None:
             found.append(f"{group}: without checkpointing nothing fits.")
             continue

@@ -1,4 +1,4 @@
-"""A race as a page: who reached the same loss sooner, the curves over tokens and time, the depths, and where the time went."""
+"""A race as a page: which recipe reached the same loss sooner, curves over tokens and time, depths, and the breakdown of time."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def race_page(record: RaceRecord) -> str:
 
 
 def race_html(record: RaceRecord) -> str:
-    """A race as a notebook shows it: what it says, and its curves over time."""
+    """A race in a notebook: its findings, and its curves over time."""
     facts = {"race": headline(record)}
     for view in contenders_of(record):
         found = view.finding

@@ -1,4 +1,4 @@
-"""What a race says in words: who reached the same loss sooner, by how much, and what one seed cannot say."""
+"""The findings of a race in words: which recipe reached the same loss sooner, by how much, and the limits of one seed."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def more_words(value: Quotient | None) -> str:
         signed = (low, high) if more >= 0 else (-high, -low)
         tail = f" ({_points(signed[0])} to {_points(signed[1])})"
     if abs(more) < 0.05:
-        return f"the same tokens{tail}"
+        return f"the same tokens{'' if tail == ' (0.0 to 0.0)' else tail}"
     return f"{_points(abs(more))}{formatting.JOIN}% {'more' if more >= 0 else 'fewer'} tokens{tail}"
 
 
@@ -106,11 +106,12 @@ def gap_words(gap: LossGap, *, short: bool = False) -> str:
     """`+0.0120 (0.0090 to 0.0150), +0.40 %`; `short`: without the interval."""
     ends = None if short else interval(gap)
     tail = f" ({_signed(ends[0])} to {_signed(ends[1])})" if ends else ""
-    return f"{_signed(gap['gap'])}{tail}, {100 * gap['relative']:+.2f}{formatting.JOIN}%".replace("-", "−")
+    return f"{_signed(gap['gap'])}{tail}, {_signed(100 * gap['relative'], 2)}{formatting.JOIN}%"
 
 
-def _signed(value: float) -> str:
-    return f"{value:+.4f}".replace("-", "−")
+def _signed(value: float, decimals: int = 4) -> str:
+    """Format with a sign; a value that rounds to zero never becomes a negative zero."""
+    return f"{round(value, decimals) + 0.0:+.{decimals}f}".replace("-", "−")
 
 
 def rate_of(record: RaceRecord, letter: str) -> float | None:
@@ -132,7 +133,7 @@ def winner_of(record: RaceRecord) -> str | None:
 
 
 def warnings(record: RaceRecord) -> list[str]:
-    """What makes the figures less than they seem."""
+    """Caveats of the figures."""
     found = []
     if record.get("finished") is None:
         found.append(

@@ -1,4 +1,4 @@
-"""The page of any folder, drawn again from its record. What a folder holds is recognized by its record file."""
+"""The page of any folder, written again from its record. The record file determines the kind of the folder."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ RECORDS: dict[str, RecordFile[Any]] = {
 
 
 def known_kind(folder: Path) -> str:
-    """What the folder holds, or one sentence for a person."""
+    """The kind of the folder, or an error message."""
     try:
         os.stat(folder)
     except OSError as error:

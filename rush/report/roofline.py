@@ -1,13 +1,12 @@
 """The roofline: what bounds a rung, arithmetic or memory.
 
-A chip multiplies at most so fast (the flat roofs, one per dtype, measured here with large matmuls) and
-moves bytes at most so fast (the slope, measured with a large copy). Work that does few operations per
-byte sits under the slope and wants less traffic; work under a flat roof wants a faster dtype.
+A chip has a maximum FLOP rate (the flat roofs, one per dtype, measured here with large matmuls) and a maximum bandwidth (the
+slope, measured with a large copy). Work with low arithmetic intensity is under the slope and needs less traffic; work under a
+flat roof needs a faster dtype.
 
-How many bytes a step really moves is not measured by a stopwatch. Where the record has the figure it is
-used; otherwise the picture takes the least a step can do: write and read its peak memory once per micro
-batch. Real traffic is higher, so a rung truly stands further left than drawn, never further right by
-much. The height of a rung is measured, not estimated.
+A timer cannot measure the bytes that a step moves. If the record has the figure it is used; otherwise the chart assumes the
+minimum: to write and read the peak memory once per micro batch. Real traffic is higher, so the true position of a rung is
+further left than drawn. The height of a rung is measured, not estimated.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ DIRECTIONS = ((1, 0), (-1, 0), (0.7, -0.8), (-0.7, -0.8), (0.7, 0.8), (-0.7, 0.8
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rung stands: operations per byte, and operations per second."""
+    """The position of a rung: operations per byte, and operations per second."""
 
     rung: RungView
     intensity: float

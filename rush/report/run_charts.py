@@ -23,13 +23,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the metrics: its key, title, unit, and whether its axis begins at zero."""
+    """A figure of the metrics; its axis begins at zero."""
 
     key: str
     title: str
     y_title: str
     unit: Unit
-    from_zero: bool = True
 
 
 FIGURES = (
@@ -78,7 +77,7 @@ def figure_panel(run: RunSeries, figure: Figure, axis: Axis) -> Curves | None:
     if not dots:
         return None
     line = Curve("", dots, 1, "line")
-    return _panel(figure.title, axis, figure.y_title, figure.unit, [line], figure.from_zero)
+    return _panel(figure.title, axis, figure.y_title, figure.unit, [line])
 
 
 def overlay(runs: Sequence[tuple[str, int, RunSeries]], axis: Axis) -> Curves | None:
@@ -100,11 +99,11 @@ def figure_overlay(runs: Sequence[tuple[str, int, RunSeries]], figure: Figure, a
         for name, color, run in runs
         if (has := [one for one in run.buckets if figure.key in one.figures])
     ]
-    return _panel(figure.title, axis, figure.y_title, figure.unit, lines, figure.from_zero) if lines else None
+    return _panel(figure.title, axis, figure.y_title, figure.unit, lines) if lines else None
 
 
 def _panel(
-    title: str, axis: Axis, y_title: str, unit: Unit, lines: Sequence[Curve], from_zero: bool
+    title: str, axis: Axis, y_title: str, unit: Unit, lines: Sequence[Curve], from_zero: bool = True
 ) -> Curves:
     lowest = min(dot.y for line in lines for dot in line.dots)
     return Curves(

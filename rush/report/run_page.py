@@ -1,4 +1,4 @@
-"""The page of a run: where it ended, its curves over steps, tokens and time, its samples, its recipe. One offline file."""
+"""The page of a run: its status, curves over steps, tokens and time, samples, recipe. One self-contained file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rush.report.run_view import RunView, headline, ready_recipe, recipe_changes
 from rush.report.svg import picture
 
 SMALL_WIDTH = 340.0
-"""Of the panels that stand side by side."""
+"""Width of panels side by side."""
 TONES = {
     "finished": ("good", "dot"),
     "running": ("plain", "up"),

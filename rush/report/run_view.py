@@ -1,6 +1,6 @@
-"""A run folder as a page shows it: the curves, the samples, where it ended, what to be told of it.
+"""A run folder as a page shows it: curves, samples, status, warnings.
 
-A folder may be unfinished, damaged or a stranger's: what cannot be read is left out, and said.
+A folder may be unfinished, damaged or untrusted: unreadable parts are omitted, with a note.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RunView:
     samples: tuple[SampleView, ...]
     num_samples: int
     notes: tuple[tuple[int, str], ...]
-    """What the run said, each with the step after which it said it."""
+    """Notes of the run, each with its step."""
     status: Status
     failure: Mapping[str, Json]
 
@@ -111,7 +111,7 @@ def read_run(folder: Path, most: int = MOST_CURVE) -> RunView:
 
 
 def run_status(run: RunFolder, series: RunSeries, steps: int | None) -> Status:
-    """Where the run stands now."""
+    """The current status of the run."""
     written, failed = _changed(run.metrics), _changed(run.last_failure)
     return status_of(
         done=steps is not None and series.step >= steps,
@@ -217,7 +217,7 @@ def headline(run: RunView) -> str:
 
 
 def warnings(run: RunView) -> list[str]:
-    """What a reader should know before trusting the curves."""
+    """Warnings about the curves."""
     series, notes = run.series, []
     if run.status == "interrupted":
         notes.append(
@@ -225,10 +225,7 @@ def warnings(run: RunView) -> list[str]:
             f"rush train --out {shlex.quote(run.name)} --resume"
         )
     if run.status == "failed":
-        phase = text(run.failure.get("phase")) or "a step"
-        names = [word for one in run.failure.get("techniques") or () if (word := text(one))]
-        blamed = f"; on the stack: {', '.join(names)}" if names else ""
-        notes.append(f"The run failed ({phase}{blamed}); failure.log in its folder has the traceback.")
+        notes.append(_failed(run))
     if run.status == "stale":
         notes.append("The run's process is there or unknown, and nothing was written for a while.")
     if series.num_not_finite:
@@ -251,6 +248,27 @@ def warnings(run: RunView) -> list[str]:
     if cut:
         notes.append(f"{formatting.plural(cut, 'sample')} cut or left out; the reason stands beside it.")
     return notes
+
+
+def _failed(run: RunView) -> str:
+    """One sentence about the failure, from `failure.json`."""
+    error, step = text(run.failure.get("error")), whole(run.failure.get("step"))
+    at = f" at step {formatting.count(step)}" if step is not None else ""
+    if error == "Diverged":
+        return (
+            f"The run diverged{at}: its loss or gradient norm was not finite, and the weights were not updated. Lower "
+            "optimizer.lr, lengthen schedule.warmup, or look at the samples that the message named."
+        )
+    if error == "Drifted":
+        return f"The run ended{at}: its replicas held different weights. Look for a faulty device, and resume it."
+    phase = text(run.failure.get("phase")) or "a step"
+    where = phase + (f" {step}" if phase == "step" else f", step {step}") * (step is not None)
+    found = run.failure.get("techniques")
+    names = [word for one in (found if isinstance(found, list) else ()) if (word := text(one))]
+    blamed = f"; on the stack: {', '.join(names)}" if names else ""
+    log = RunFolder(run.folder).failures
+    traceback = f"; {log.name} in its folder has the traceback" if os.path.isfile(log) else ""
+    return f"The run failed ({where}{blamed}){traceback}."
 
 
 def _validation_rise(run: RunView) -> str | None:

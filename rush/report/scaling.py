@@ -1,8 +1,7 @@
-"""A study of scale as a page: curves against the ideal line, every layout beside the others, and what ranks spend on talking.
+"""A scaling study as a page: curves against the ideal line, all layouts side by side, and the cost of communication.
 
-The ideal line is what the devices would do if none ever waited: of strong scaling, and of weak scaling, tokens per second
-in proportion to their number. What is no finding (unequal learning, shared devices) is in the tables with its reason, and in no
-curve.
+The ideal line assumes that no device ever waits: for strong and for weak scaling, tokens per second in proportion to the number
+of devices. Points that are not findings (no parity, shared devices) are in the tables with their reason, but in no curve.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a study of scale says in words: the headline, what two points differ by, warnings.
+"""A scaling study in words: the headline, comparisons of two points, warnings.
 
-Only layouts that learn what one device learns have a speed to speak of. Where none has one, what was proved is said
-nevertheless: ranks that shared a device show that a layout learns the same.
+Only layouts with parity with one device have a speed. If none has one, the proof is still reported: ranks that shared a device
+show that a layout learns the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of stacked parts: memory or time that was computed, the stated error, the limit, and what others measured."""
+"""Rows of stacked parts: computed memory or time, the expected error, the limit, and published measurements."""
 
 from __future__ import annotations
 

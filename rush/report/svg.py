@@ -1,8 +1,7 @@
-"""Small tools to draw with: SVG elements that escape what they are given, scales and ticks.
+"""SVG drawing tools: elements that escape their content, scales and ticks.
 
-The pictures are written by hand as SVG inside the page, so the file stays small, prints sharply and needs
-no script. Colors never stand in the SVG: an element has a class, the style sheet gives the class its
-color, and the same picture serves the light page, the dark one and the printed one.
+Charts are inline SVG, so the file stays small, prints sharply and needs no script. The SVG contains no colors: an element has a
+class, the style sheet gives the class its color, and the same chart serves light mode, dark mode and print.
 
 A bar is drawn in percentages of its own width (an `svg` without a view box), so it fills whatever column
 the page gives it while its text keeps its size. Curves need coordinates and use a view box.
@@ -43,12 +42,12 @@ def percent(value: float) -> str:
 
 
 def picture(alt: str, *children: str, **attributes: str | float | None) -> Markup:
-    """A whole picture, with what it shows in words for those who cannot see it."""
+    """A complete picture, with a text description for screen readers."""
     return tag("svg", *children, role="img", aria_label=alt, **attributes)
 
 
 def svg_file(alt: str, width: float, height: float, *children: str) -> str:
-    """A picture that stands alone, as the content of a file."""
+    """A standalone picture, as the content of a file."""
     box = f"0 0 {number(width)} {number(height)}"
     return str(
         picture(alt, *children, xmlns="http://www.w3.org/2000/svg", viewBox=box, width=width, height=height)

@@ -1,4 +1,4 @@
-"""A search as a page: its time line first, then who won and why the others did not. From the record only."""
+"""A search as a page: its timeline first, then the winner and why the others lost. From the record only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from markupsafe import Markup
 from rush.files import write_atomic
 from rush.records.gains import judge
 from rush.records.step_gap import gap_in_steps, parity_words
-from rush.records.tune import TUNE, CandidateRow, TuneRecord, judged_again, proved, read_tune, short_names
+from rush.records.tune import (
+    TUNE,
+    CandidateName,
+    CandidateRow,
+    TuneRecord,
+    judged_again,
+    proved,
+    read_tune,
+    short_names,
+)
 from rush.report import formatting, headlines
 from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
 from rush.report.headlines import HeadlineFigure
@@ -78,7 +87,7 @@ def tune_page(record: TuneRecord) -> str:
 
 
 def headline(record: TuneRecord) -> str:
-    """What was gained, if it is proved; of a record that was judged again."""
+    """The gain, if it is proved by the current rule."""
     winner = record["winner"]
     if winner is None:
         return "The search is not over."
@@ -106,7 +115,7 @@ def proof_words(winner: Mapping[str, Any]) -> str:
         "equal": "learns the same as plain fp32" + (f" ({gap} for the same loss)" if gap else ""),
         "changes": "what it learns differs by design",
         "different": "does not learn the same as plain fp32",
-        None: "not held against plain fp32",
+        None: "not compared with plain fp32",
     }.get(found, "whether it learns the same as plain fp32 is not judged")
     return f"{proof}; short life {life['verdict']}" if life else proof
 
@@ -135,7 +144,7 @@ def gain_words(gain: Mapping[str, Any] | None) -> str:
 
 
 def beside_words(gain: Mapping[str, Any] | None) -> str:
-    """The winner over a recipe made by hand; a word where it is not faster."""
+    """The winner over a hand-tuned recipe; a note if it is not faster."""
     if not gain:
         return formatting.MISSING
     said = {"no gain": ", no difference", "cannot tell": ", cannot tell"}.get(judge(*gain["ci95"]), "")
@@ -213,10 +222,16 @@ def _trial(
 
 
 def _named(
-    event: dict[str, Any], row: CandidateRow | None, names: dict[str, str], x: Scale, y: Scale, memory: bool
+    event: dict[str, Any],
+    row: CandidateRow | None,
+    names: dict[str, CandidateName],
+    x: Scale,
+    y: Scale,
+    memory: bool,
 ) -> list[Markup]:
     """The name of a short trial below its bar, where it is no wider than that."""
-    name = names.get(event["candidate"], event["candidate"]).partition(":")[0]
+    named = names.get(event["candidate"])
+    name = named.short if named else event["candidate"]
     value = y.start if row is None else _value(row, memory)
     begin, end = x(event["began_s"]), x(event["began_s"] + event["wall_s"])
     if event["kind"] not in ("rank", "reference") or value is None or end - begin < LETTER * len(name):
@@ -226,7 +241,7 @@ def _named(
 
 
 def _pruned(rows: Sequence[CandidateRow], x: Scale, frame: Frame) -> list[Markup]:
-    """What prediction spared, as rings over the moment it was thought of."""
+    """Pruned candidates, as rings at the time they were considered."""
     marks: list[Markup] = []
     heights: dict[int, int] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""The files to train on: as given, or what a folder holds, as patterns for `data.files`."""
+"""The files to train on, as given or found in a folder, as patterns for `data.files`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DataFiles:
 
 
 def find_files(given: Sequence[str]) -> DataFiles:
-    """What the patterns name; of a folder, its files with rows, or its texts where there are none."""
+    """The files that the patterns match; for a folder, its files with rows, or else its texts."""
     if not given:
         raise DataError("rush start needs data: --data with files or folders.")
     patterns: list[str] = []
@@ -63,7 +63,7 @@ def _of_folder(name: str) -> tuple[list[str], list[str]]:
 
 
 def _ending(path: Path) -> str:
-    """The ending that says what a file holds, without a compression."""
+    """The file extension without that of a compression."""
     name = path.name.lower()
     for compressed in COMPRESSED:
         name = name.removesuffix(compressed)

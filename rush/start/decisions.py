@@ -1,7 +1,7 @@
-"""What to choose, and why: small functions over what was found, each with the practice that it follows.
+"""The decisions with their reasons: small functions over the findings, each with the published practice it follows.
 
-A `Choice` is a value for a key of the recipe and one line of reason. Published settings are starting points: `rush overfit` says
-whether a configuration can learn, and the validation loss whether it does.
+A `Choice` is a value for a key of the recipe and a one-line reason. Published settings are starting points: `rush overfit`
+shows whether a configuration can learn, and the validation loss whether it does.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rush.errors import DataError, RecipeError
 from rush.start.inspect import TALKS, LengthFacts, RowFacts
 
 MOST_BROKEN = 0.01
-"""Share of rows that are dropped; more are refused."""
+"""Maximum fraction of broken rows that are dropped; more are refused."""
 TOY = 50_000_000
-"""Parameters below which published learning rates say nothing: the ready recipes for toy models are the guide."""
+"""Parameters below which published learning rates do not apply: the ready recipes for toy models are the guide."""
 CHECKS = 10
 SAVE_S = 600.0
 ALPACA = "Taori et al. 2023, Alpaca"
@@ -46,7 +46,7 @@ class Choice:
 
 
 def choose_objective(rows: RowFacts) -> Choice:
-    """The objective that the formats of the rows are for; formats of two objectives are refused."""
+    """The objective for the formats of the rows; formats of two objectives are refused."""
     talks = sum(count for name, count in rows.formats.items() if name in TALKS)
     pairs, texts = rows.formats.get("preference", 0), rows.formats.get("text", 0)
     if not rows.formats:
@@ -88,7 +88,7 @@ def choose_bad_rows(rows: RowFacts, refused: Sequence[str], measured: int, objec
             f"first: {first}. Fix or remove them, or set data.bad_rows=drop to train without them."
         )
     if not share:
-        return Choice("error", "no row is broken, so one that is would be news")
+        return Choice("error", "no row is broken, so a broken one would be an error")
     if objective == "lm":
         raise DataError(
             f"{broken.count:,} of {rows.rows:,} rows hold no text; the first: {broken.first}. Remove them: pretraining reads every row."
@@ -100,7 +100,7 @@ def choose_bad_rows(rows: RowFacts, refused: Sequence[str], measured: int, objec
 
 
 def choose_sequence(lengths: LengthFacts, objective: str, context: int, gpu: bool) -> Choice:
-    """Room for the longest document, unless it is an outlier."""
+    """Long enough for the longest document, unless it is an outlier."""
     if objective == "lm":
         usual = 2048 if gpu else 256
         value = min(context, usual)
@@ -116,7 +116,7 @@ def choose_sequence(lengths: LengthFacts, objective: str, context: int, gpu: boo
         if wanted < least:
             wanted, why = least, f"{why}; rows of {least:,} hold several"
     value = min(context, -(-wanted // 64) * 64)
-    return Choice(value, why if value >= wanted else f"{why}, but the model reads at most {context:,}")
+    return Choice(value, why if value >= wanted else f"{why}, but the model's context is {context:,}")
 
 
 def choose_too_long(lengths: LengthFacts, sequence: int, objective: str) -> Choice:
@@ -212,7 +212,7 @@ def choose_validation(documents: int, tokens: int, sequence: int, objective: str
 def within_hours(
     epochs: float, epoch_s: float, before_s: float, hours: float | None, error: float
 ) -> Choice | None:
-    """Fewer epochs where the planned time, with its expected error, is more than the hours there are."""
+    """Fewer epochs if the planned time, with its expected error, exceeds the available hours."""
     if hours is None or (epochs * epoch_s + before_s) * (1 + error) <= hours * 3600:
         return None
     fitting = (hours * 3600 / (1 + error) - before_s) / epoch_s

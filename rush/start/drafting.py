@@ -12,7 +12,7 @@ from rush.data.packing import best_fit
 from rush.errors import RecipeError
 from rush.parallel import DATA_AXES
 from rush.recipe import AUTO, LARGEST_NUMBER
-from rush.recipe_io import apply_override, parse
+from rush.recipe_io import apply_override, parse, value_at
 from rush.start import decisions
 from rush.start.data_files import DataFiles
 from rush.start.decisions import Choice
@@ -28,7 +28,7 @@ LONGEST_PROMPT = 120
 
 @dataclass(frozen=True)
 class Findings:
-    """All that the decisions depend on."""
+    """The inputs of the decisions."""
 
     model: StartModel
     files: DataFiles
@@ -40,7 +40,7 @@ class Findings:
     """None without conversations."""
     bad_rows: Choice
     vocab_size: int | None
-    """Of a tokenizer that will be trained; None: the model's vocabulary."""
+    """Vocabulary of a tokenizer that will be trained; None: the model's vocabulary."""
     overrides: tuple[str, ...]
     given: dict[str, Any]
     """The values of the overrides, by dotted key."""
@@ -93,7 +93,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 
 def _proven(found: Findings) -> str:
     if found.place.target.kind == "cuda":
-        return "the ready recipes' combination, without what this device lacks; `rush tune` measures more"
+        return "the ready recipes' combination, without what this device does not support; `rush tune` measures more"
     return "plain otherwise; `rush tune` finds what is faster on this machine"
 
 
@@ -220,7 +220,7 @@ def _gpu(found: Findings) -> bool:
 
 
 def epoch_tokens(found: Findings, tree: dict[str, Any]) -> float:
-    """Tokens that are processed in an epoch, padding among them."""
+    """Tokens processed in an epoch, padding included."""
     kept = 1 - float(tree["data"]["validation"])
     sequence = int(tree["batch"]["sequence"])
     if found.kind == "dpo":
@@ -237,8 +237,7 @@ def epoch_tokens(found: Findings, tree: dict[str, Any]) -> float:
 
 
 def given_values(overrides: Sequence[str], model: StartModel) -> dict[str, Any]:
-    """What the overrides set, by dotted key, checked as a recipe checks them; += and -= change what was decided, and are not
-    here."""
+    """The values of the overrides, by dotted key, validated as in a recipe; += and -= change decisions, and are not included."""
     smallest: dict[str, Any] = {
         "model": {"name": model.name, "shape": dict(model.overrides)},
         "batch": {"micro": 1, "sequence": 1},
@@ -262,8 +261,5 @@ def given_values(overrides: Sequence[str], model: StartModel) -> dict[str, Any]:
         if key.endswith(("+", "-")):
             continue
         apply_override(tree, override)
-        node: Any = tree
-        for part in key.split("."):
-            node = node.get(part) if isinstance(node, dict) else None
-        values[key] = node
+        values[key] = value_at(tree, key)
     return values

@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template that the data are encoded with, tried on the rows."""
+"""The tokenizer and the chat template for the data, tested on the rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rush.start.model import StartModel
 def choose_tokenizer(
     model: StartModel, rows: RowFacts, given: dict[str, Any]
 ) -> tuple[Tokenizer, int | None]:
-    """The model's tokenizer, or one as it will be trained on the data, with its vocabulary where it is smaller than the model's."""
+    """The model's tokenizer, or one trained on the data, with its vocabulary if it is smaller than the model's."""
     if model.tokenizer is not None:
         return model.tokenizer, None
     texts = [_text_of(sample) for _, sample in rows.samples]
@@ -38,7 +38,7 @@ def _text_of(sample: Any) -> str:
 def choose_template(
     rows: RowFacts, tokenizer: Tokenizer, objective: str, given: dict[str, Any]
 ) -> tuple[Choice | None, LengthFacts]:
-    """The model's own chat template where it can be trained with, else one of ours; and the lengths that it gives."""
+    """The model's own chat template if it supports training, else one of ours; with the resulting lengths."""
     if objective == "lm":
         return None, measure(rows, tokenizer, None)
     asked = given.get("data.template")

@@ -1,7 +1,7 @@
-"""Fit a recipe to the memory of a device: the planner is asked, method by method, micro batch by micro batch.
+"""Fit a recipe to the memory of a device with the planner, method by method, micro batch by micro batch.
 
-The first method that fits with the planner's expected error to spare is taken, from the one that learns most to the one that
-takes least memory; of its micro batches the fastest. Where none fits, rows are halved.
+It takes the first method that fits with the planner's expected error to spare, from full fine-tuning to the one with the least
+memory, and the fastest of its micro batches. If none fits, rows are halved.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rush.start.methods import Method, Techniques
 SHORTEST = 128
 """Rows are not halved below this."""
 ASSUMED_CORES = 32
-"""Of the CPU whose rates are assumed where none were measured (`rush plan --machine cpu`)."""
+"""Cores of the CPU whose rates are assumed if none were measured (`rush plan --machine cpu`)."""
 INSTEAD = {
     "cudnn_attention": "flash_attention", "flash_attention": "flex_attention", "fused_loss": "chunked_loss",
 }  # fmt: skip
-"""The next best where a device or a model is not supported (a sliding window, soft-capped scores)."""
+"""Replacements if a technique does not support a device or a model (a sliding window, soft-capped scores)."""
 STAND_INS = ("4090", "l40s", "h100-sxm", "h200-sxm", "b200", "mi300x")
 """Devices to plan for where only an amount of memory is given, by their memory."""
 
@@ -97,7 +97,7 @@ def _limited(place: Place, memory_gb: float | None) -> Place:
 
 @dataclass(frozen=True)
 class Fit:
-    """A recipe that fits, its plan, and what was tried before it."""
+    """A recipe that fits, its plan, and the rejected attempts."""
 
     recipe: Recipe
     plan: Plan

@@ -1,8 +1,8 @@
 """Read the data: formats, rows, roles, duplicates, broken rows, and lengths in tokens.
 
-Every row is read once. Lengths and targets are measured on a spread of rows, encoded as the run will encode them, together with
-the longest row, so a large file takes as long as reading it. A row that cannot be read as a conversation is counted with its
-reason; a line that is no JSON at all is counted, too, because a run stops there.
+Every row is read once. Lengths and targets are measured on a sample of rows spread over the file, encoded as
+in the run, plus the longest row, so a large file takes only as long as reading it. A row that is not a
+conversation is counted with its reason; a line that is not JSON is counted, too, because a run stops there.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rush.data.conversations.formats import detect, read_fields
 from rush.data.conversations.rows import Row
 from rush.data.conversations.templates import Template
 from rush.data.conversations.turns import BadRow, Conversation, Pair, Sample, Text
-from rush.data.readers import Slice, parse_line, read_lines, read_rows, read_slice
+from rush.data.readers import BadLine, Slice, parse_line, read_lines, read_rows, read_slice
 from rush.data.sources import plan_units
 from rush.data.tokenizer import Tokenizer
 from rush.errors import DataError
 
 MEASURED_ROWS = 2000
 MEASURED_LETTERS = 8_000_000
-"""Of long rows fewer are measured: a tokenizer takes a second for a few million letters."""
+"""Maximum letters to measure; long rows reduce the sample: a tokenizer takes a second for a few million letters."""
 TEXT_FIELDS = ("text", "content", "body", "document", "article", "passage", "code")
 """Fields that hold a plain text, the usual one first."""
 TALKS = ("chat", "prompt", "instruction")
@@ -45,13 +45,13 @@ class BrokenRows:
 
     @property
     def unreadable(self) -> int:
-        """Lines that are no JSON object: a run stops at them."""
+        """Lines that are not JSON objects: a run stops at them."""
         return self.reasons.get(UNREADABLE, 0)
 
 
 @dataclass(frozen=True)
 class RowFacts:
-    """What the rows are."""
+    """Statistics of the rows."""
 
     rows: int
     formats: dict[str, int]
@@ -129,9 +129,8 @@ def _slice_rows(piece: Slice) -> Iterator[tuple[Row, str | None]]:
         for number, line in read_lines(piece):
             try:
                 yield Row(*parse_line(line, piece.path, number)), None
-            except DataError as error:
-                name = f"{piece.path}:{number}"
-                yield Row(name, {}), str(error).removeprefix(f"{name}: ")
+            except BadLine as bad:
+                yield Row(f"{piece.path}:{number}", {}), bad.problem
     else:
         yield from ((Row(name, values), None) for name, values in read_rows(piece))
 

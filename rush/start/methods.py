@@ -1,8 +1,8 @@
-"""What is trained, and the techniques for it: the combinations of the ready recipes, by objective, method and device.
+"""Training methods and their techniques: the combinations of the ready recipes, by objective, method and device.
 
 full    every weight; on a GPU in bf16 with stochastic rounding (recipes/sft.toml, measured in results/models-finetune-h200)
-lora    adapters beside a base in bf16 (recipes/lora.toml, results/models-lora-h200)
-qlora   adapters beside a base in 4 bits (recipes/qlora.toml, results/models-qlora-h200)
+lora    adapters on a base in bf16 (recipes/lora.toml, results/models-lora-h200)
+qlora   adapters on a base in 4 bits (recipes/qlora.toml, results/models-qlora-h200)
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Method:
 
 
 def methods_for(pretrained: bool) -> list[Method]:
-    """From the one that learns most to the one that takes least memory. Adapters need weights to be beside."""
+    """From full fine-tuning to the one with the least memory. Adapters need the weights of a base."""
     names = METHODS if pretrained else METHODS[:1]
     return [Method(name, recompute) for name in names for recompute in (False, True)]
 
 
 def method_of(techniques: Techniques) -> Method:
-    """The method that a list of techniques is."""
+    """The method of a list of techniques."""
     names = [one if isinstance(one, str) else one.get("name") for one in techniques]
     name = next((one for one in ("qlora", "lora") if one in names), "full")
     return Method("lora" if "int8_base" in names else name, "checkpoint_full" in names)

@@ -1,7 +1,7 @@
 """The model to start from: a Hugging Face folder, a run, a model of the hub, or a size by name (random weights).
 
-A recipe names a published size and the fields in which the model differs from it, so that any folder of a supported family can
-be trained. Nothing but settings and the tokenizer is read here: no weights.
+A recipe names a published size and the fields in which the model differs from it, so that any folder of a
+supported family can be trained. This reads only settings and the tokenizer, no weights.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rush.hub.config import shape_from_config
 from rush.hub.json_files import read_json
 from rush.hub.remote import local_settings
 from rush.hub.tokenizers import has_tokenizer, load_tokenizer
+from rush.hub.weights import INDEX
 from rush.models import SIZES, Shape, count_parameters
 from rush.models.rope_scaling import rope_type
 from rush.recipe_io import load_recipe
@@ -44,7 +45,7 @@ class StartModel:
     tokenizer_path: str = "train"
     """For `data.tokenizer` of a corpus."""
     weights: bool = True
-    """Whether the weights are there."""
+    """Whether the weights are there, all shards of them."""
 
     @property
     def parameters(self) -> int:
@@ -70,7 +71,7 @@ def find_model(given: str, note: Note = _quiet) -> StartModel:
         shape, weights = load_recipe(str(run.recipe)).shape(), bool(run.checkpoints.steps())
     elif (folder / "config.json").is_file():
         shape = shape_from_config(read_json(folder / "config.json"))
-        weights = parse_id(given) is not None or any(folder.glob("*.safetensors"))
+        weights = parse_id(given) is not None or _whole(folder)
     else:
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
         raise DataError(
@@ -83,6 +84,14 @@ def find_model(given: str, note: Note = _quiet) -> StartModel:
     name, overrides = named_shape(shape)
     own = str(Path(given) / run.tokenizer.name) if run.tokenizer.is_dir() else given
     return StartModel(name, shape, overrides, given, load_tokenizer(folder), own, weights)
+
+
+def _whole(folder: Path) -> bool:
+    """Whether a folder has its weights: every shard that the index lists, or a file of them without an index."""
+    if not (folder / INDEX).is_file():
+        return any(folder.glob("*.safetensors"))
+    shards = read_json(folder / INDEX).get("weight_map")
+    return isinstance(shards, dict) and all((folder / str(name)).is_file() for name in set(shards.values()))
 
 
 def named_shape(shape: Shape) -> tuple[str, dict[str, Any]]:

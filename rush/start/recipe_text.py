@@ -32,7 +32,7 @@ def recipe_text(
 
 
 def _comment(text: str) -> list[str]:
-    # A stranger's file name may hold anything; a comment is one line of printable text.
+    # A file name is untrusted; a comment must be one line of printable text.
     plain = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
     return [f"# {line}" for line in textwrap.wrap(plain, WIDTH - 2)]
 

@@ -1,4 +1,4 @@
-"""From a model and data to a recipe: read, decide, fit, and say why."""
+"""From a model and data to a recipe: read, decide, fit, explain."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Started:
 
 
 def start(request: Request, note: Callable[[str], None] = lambda text: None) -> Started:
-    """Decide; `note` gets a line where reading takes a while."""
+    """Decide; `note` gets a line if reading takes long."""
     if request.hours is not None and not 0 < request.hours < math.inf:
         raise RecipeError(f"--hours is {request.hours:g}; allowed: a number greater than 0.")
     model, files = find_model(request.model, note), find_files(request.data)
@@ -126,7 +126,7 @@ def _objective(rows: RowFacts, given: dict[str, Any]) -> Choice:
 
 
 def _what_did_not_fit(fitted: Fit, sequence: int, found: Findings) -> dict[str, str]:
-    """Reasons that only the planner knows."""
+    """Add the planner's reasons."""
     reasons: dict[str, str] = {}
     if fitted.recipe.batch.sequence < sequence:
         reasons["batch.sequence"] = f"{sequence:,} tokens a row do not fit the memory"
@@ -255,7 +255,7 @@ def _decisions(tree: dict[str, Any], reasons: dict[str, str], given: dict[str, A
 
 
 def _notes(found: Findings) -> list[str]:
-    """What a person should know besides the decisions."""
+    """Notes for the user besides the decisions."""
     model, rows, notes = found.model, found.rows, []
     if model.init_from is None:
         notes.append(
@@ -264,7 +264,7 @@ def _notes(found: Findings) -> list[str]:
         )
     elif not model.weights:
         notes.append(
-            f"{model.init_from} holds no weights yet: they must be there before `rush overfit` and `rush train`."
+            f"{model.init_from} lacks weights, or some of their files: `rush overfit` and `rush train` need them."
         )
     if found.place.target.how == "assumed":
         notes.append("The rates of this CPU are assumed, so the time is a guess; `rush probe` measures them.")

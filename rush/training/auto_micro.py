@@ -1,9 +1,9 @@
-"""`batch.micro = "auto"`: take the planner's best micro batch, verified by a real step.
+"""`batch.micro = "auto"`: use the planner's best micro batch, verified by a real step.
 
 The step is tried at the largest shapes of the data, in a run that is discarded, so that the training afterwards is bit for bit
 that of the same number in the recipe. The largest held-out batch is validated and a sample started as well. (A save takes no
-device memory; on a CPU memory for the copy of the state is reserved.) If memory runs out, half is tried. All ranks try
-together, and what is too much for one is too much for all. The run's recipe records the number: a resumed run never chooses.
+device memory; on a CPU memory for the copy of the state is reserved.) After an OOM, half is tried. All ranks try together, and
+an OOM on one rank counts for all. The run's recipe records the number: a resumed run never chooses.
 
 A process killed by the OOM killer cannot report. So the candidate is noted in the run's folder before each try, and the next
 start there continues with half of the noted one.

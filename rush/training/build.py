@@ -171,8 +171,8 @@ def build(
     ranks = ranks or Ranks()
     hush_matmul_fallback()
     if recipe.run.deterministic:
-        # cuBLAS reads this when it is first used, which is after this line in every process that builds a run: with another
-        # workspace it chooses other algorithms, which round otherwise.
+        # cuBLAS reads this on first use, which is after this line in every process that builds a run: with
+        # another workspace it chooses other algorithms, which round differently.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     uses = add_axes(check(recipe, machine), ranks.forced_axes)
     check_world(recipe.layout.model_dump(), ranks.world)
@@ -201,7 +201,8 @@ def build(
 
 
 def _limit_memory(recipe: Recipe, device: torch.device) -> MemoryLimit | None:
-    """Hold this process to a part of the device, or to all of it; on a CPU what must be entered around a step to do so."""
+    """Limit this process to a part of the device's memory, or to all of it; on a CPU returns the context that enforces it
+    around a step."""
     limit = recipe.run.memory_limit_gb
     if device.type != "cuda":
         if limit is None:
@@ -211,7 +212,7 @@ def _limit_memory(recipe: Recipe, device: torch.device) -> MemoryLimit | None:
                 f"run.memory_limit_gb is {limit:g}, but this run is on the CPU, and only Linux reports how much a step took; remove "
                 "the key."
             )
-        # What Python and its libraries took before is no part of the run; what was freed of it is.
+        # Memory that Python and its libraries took before does not count for the run; what they freed does.
         trim_heap()
         return MemoryLimit(memory_in_use(device.type) + limit * 1e9)
     whole = torch.cuda.get_device_properties(device).total_memory
@@ -233,7 +234,7 @@ def _apply(uses: list[Use], half_made: Build, first: Stage, last: Stage) -> None
 def _materialize(half_made: Build, weights: dict[str, torch.Tensor] | None) -> None:
     model = half_made.model
     mastered = {id(parameter) for parameter in _mastered(half_made)}
-    # What is trained gets its values in fp32 first; a frozen base never exists in it.
+    # Trained parameters are initialized in fp32; a frozen base never exists in fp32.
     _cast(model, lambda tensor: torch.float32 if id(tensor) in mastered else half_made.weight_dtype)
     try:
         model.to_empty(device=half_made.weights_device or half_made.device)
@@ -289,10 +290,10 @@ def _mastered(half_made: Build) -> list[torch.nn.Parameter]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Only algorithms that give the same bits every time.
+    """Use deterministic algorithms only.
 
-    torch would also fill all memory that it allocates, for programs that read uninitialized memory. Ours do not
-    (`scripts/same_bits.py --diagnose` shows it), so the time for that is saved.
+    torch would also fill all memory that it allocates, for programs that read uninitialized memory. Ours does not
+    (`scripts/same_bits.py --diagnose` shows it), so that is disabled to save time.
     """
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
@@ -307,8 +308,8 @@ def deterministic() -> Iterator[None]:
 
 @contextmanager
 def deterministic_compiler() -> Iterator[None]:
-    """Nothing that rounds is chosen by timing: the compiler tries tiles of a reduction, or padded products, and takes what
-    was fastest, which in another process may be another one."""
+    """Disable autotuning that affects rounding: the compiler times tiles of a reduction, or padded matmuls, and takes the
+    fastest, which may differ in another process."""
     from torch._inductor import config
 
     with config.patch(deterministic=True):

@@ -1,8 +1,8 @@
-"""The length of a run in passes over its data: `schedule.epochs`, and what is said about repetition before the first step.
+"""The length of a run in passes over its data: `schedule.epochs`, and the warning about repetition before the first step.
 
-How many steps an epoch has depends on the prepared data, the packing and the batch, so it is known once the loader exists. The
-run's recipe then records both. Repeated data help less with every pass: in Muennighoff et al. 2023 (arXiv 2305.16264) up to four
-epochs were nearly as good as new data, and after about sixteen nothing was gained.
+The number of steps per epoch depends on the prepared data, the packing and the batch, so it is known once the loader exists.
+The run's recipe then records both. Repeated data help less with every pass: in Muennighoff et al. 2023 (arXiv 2305.16264) up to
+four epochs were nearly as good as new data, and after about sixteen there was no further gain.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rush.recipe import Recipe
 from rush.recipe_io import parse
 
 MANY_EPOCHS = 4.0
-"""Passes beyond which repetition is pointed out."""
+"""Epochs beyond which a run warns about repetition."""
 FEW_EPOCHS = 0.05
-"""Fraction of the data of fine-tuning below which it is pointed out that most of it is not read."""
+"""Fraction of the fine-tuning data below which a run warns that most of it is not read."""
 
 
 def with_steps(recipe: Recipe, loader: Steps) -> Recipe:
@@ -41,19 +41,19 @@ def steps_for(recipe: Recipe, tokens: int) -> int:
 
 
 def resolved(recipe: Recipe, steps: int) -> Recipe:
-    """The recipe with the steps that its epochs came to."""
+    """The recipe with the number of steps of its epochs."""
     tree = recipe.model_dump(exclude_none=True)
     return parse({**tree, "schedule": {**tree["schedule"], "steps": steps}})
 
 
 def repetition_advice(recipe: Recipe, loader: Steps) -> str | None:
-    """A sentence where the run reads its data many times, or hardly at all; None otherwise."""
+    """A warning if the run reads its data many times, or only a small part; None otherwise."""
     epochs = loader.epochs_in(recipe.run_tokens / recipe.step_tokens)
     once = steps_for(recipe, loader.steps_in(1.0) * recipe.step_tokens)
     if epochs > MANY_EPOCHS:
         return (
             f"The training data will be read {epochs:.3g} times: {recipe.steps:,} steps, one pass is {once:,}. Beyond about four "
-            "passes repetition helps little, and a model of this data learns it by heart; set schedule.epochs=3, or add data."
+            "passes repetition helps little, and the model overfits; set schedule.epochs=3, or add data."
         )
     if recipe.objective.kind != "lm" and epochs < FEW_EPOCHS:
         return (

@@ -1,8 +1,9 @@
-"""The message of a run that fails: where, whose code is on the stack, what to do, where the log is.
+"""The message of a failing run: where it failed, whose code is on the stack, what to do, the path of the log.
 
 A run is always in a phase (`RunStatus`). Any error that is not a `RushError` yet becomes one here: the traceback goes to
 `failure.log` in the run's folder, and the message names what failed, which technique to remove, and how to resume from the
-last checkpoint, which a failure never touches. For an error of this package itself it asks for a report.
+last checkpoint, which a failure never touches. A `RushError` that is raised once the run trains (a kernel refuses a width, not
+one row of a validation fits) gets the same around its own sentence. For an error of this package itself it asks for a report.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ from pathlib import Path
 
 import torch
 
-from rush.errors import CannotWrite, Diverged, Outage, OwnFault, RunFailed, RushError
+from rush.errors import (
+    CannotWrite,
+    Diverged,
+    Outage,
+    OwnFault,
+    RankLost,
+    RecipeError,
+    RunFailed,
+    RushError,
+    text_of,
+)
 from rush.files import append_log, is_disk_full, write_json_atomic
 from rush.hardware import Machine, fragmentation_hint, out_of_memory
 from rush.parallel import AXES, Ranks, started_rank
@@ -82,7 +93,7 @@ class RunStatus:
         return self.phase.value.format(step=self.step)
 
     def uses(self) -> list[Use]:
-        """The techniques that are on."""
+        """The enabled techniques."""
         with suppress(RushError):
             return resolve_uses(self.recipe) if self.recipe is not None else []
         return []
@@ -90,27 +101,50 @@ class RunStatus:
 
 @contextmanager
 def reporting_failures(status: RunStatus) -> Iterator[None]:
-    """Turn any error of the block that is not a `RushError` into one."""
+    """Turn any error of the block into a `RushError` that says where the run was. (A panic of a library in Rust is no
+    `Exception`.)"""
     try:
         yield
     except CannotWrite as error:
         raise _cannot_write(error, status) from error
     except Diverged as error:
-        _record_identifiers(error, status, [])
+        _record_failure(error, status, [], str(error))
         raise
-    except RushError:
+    except RushError as error:
+        if isinstance(error, RankLost) or status.phase in (Phase.BUILD, Phase.ONE_BATCH):
+            raise
+        raise _refused_mid_run(error, status) from error
+    except KeyboardInterrupt:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise failure_message(error, status) from error
 
 
 def _cannot_write(error: CannotWrite, status: RunStatus) -> CannotWrite:
-    """Which rank could not write (disks may be of different nodes), and how to resume once it can."""
-    _record_identifiers(error, status, [])
+    """The rank that could not write (nodes may have different disks), and how to resume."""
+    _record_failure(error, status, [], str(error))
     notes = getattr(error, "__notes__", ())
     whose = "" if status.ranks.alone or FROM_RANK_0 in notes else f"rank {status.ranks.rank}: "
-    failed = CannotWrite(f"{whose}{error} {_how_to_resume(status)}".rstrip())
+    at = "" if status.phase in (Phase.BUILD, Phase.ONE_BATCH) else f" That was in {status}."
+    failed = CannotWrite(f"{whose}{error}{at} {_how_to_resume(status)}".rstrip())
     for note in notes:
+        failed.add_note(note)
+    return failed
+
+
+def _refused_mid_run(error: RushError, status: RunStatus) -> RushError:
+    """The same kind of error, with the phase, whose code refused, the log, and how to resume."""
+    uses = status.uses()
+    found, where = _log_failure(error, status, str(status), uses)
+    found = found if isinstance(error, RecipeError) else []
+    said = f"{str(error).rstrip('.')}."
+    at = "" if said.startswith(str(status)) else f"{status} failed: "
+    whose = [_suspects_message(found)] if found else []
+    message = " ".join([f"{at}{said}", *whose])
+    suspected = [one.technique.name for one in _suspected(found, compiler=False)]
+    _record_failure(error, status, suspected, message)
+    failed = type(error)(f"{message} {where} {_how_to_resume(status)}".rstrip())
+    for note in getattr(error, "__notes__", ()):
         failed.add_note(note)
     return failed
 
@@ -121,25 +155,27 @@ def failure_message(error: BaseException, status: RunStatus) -> RushError:
     found, where = _log_failure(error, status, str(status), uses)
     kind, message = _diagnosis(error, status, uses, found)
     names = [one.technique.name for one in _blamed(error, found) if one.technique.name not in AXES]
-    _record_identifiers(error, status, names)
+    _record_failure(error, status, names, message)
     failed = kind(f"{message} {where} {_how_to_resume(status)}".rstrip())
     if FROM_RANK_0 in getattr(error, "__notes__", ()):
         failed.add_note(FROM_RANK_0)
     return failed
 
 
-def _record_identifiers(error: BaseException, status: RunStatus, techniques: list[str]) -> None:
-    """Write what a program needs to know of the failure: nothing has to be read out of the message."""
+def _record_failure(error: BaseException, status: RunStatus, techniques: list[str], message: str) -> None:
+    """Write the failure as JSON for programs, which need not parse the message."""
     if status.folder is None:
         return
-    identifiers = {
+    failure = {
+        "error": type(error).__name__,
         "phase": status.phase.name.lower(),
         "step": status.step,
         "techniques": techniques,
         "disk_full": any(map(is_disk_full, chain(error))),
+        "message": message,
     }
     with suppress(RushError):
-        write_json_atomic(status.folder.last_failure, identifiers)
+        write_json_atomic(status.folder.last_failure, failure)
 
 
 def report_late(status: RunStatus, uses: list[Use], error: BaseException, at: str) -> None:
@@ -171,7 +207,7 @@ def _log_failure(
 
 
 def _blamed(error: BaseException, found: list[Suspect]) -> list[Suspect]:
-    """The innermost technique on the stack; of a compiler's failure also those that compile. None where memory ran out."""
+    """The innermost technique on the stack; for a failure of the compiler also those that compile. None after an OOM."""
     if any(out_of_memory(one) for one in chain(error)):
         return []
     return _suspected(found, compiler=compiler_failed(error))
@@ -189,7 +225,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in text_of(error).splitlines() if line.strip()]
     # A compiler's first line is a heading.
     lines[1:] = [line for line in lines if line.startswith("Explanation: ")]
     shown = f"{type(error).__name__}: {'. '.join(lines)}" if lines else type(error).__name__
@@ -205,7 +241,9 @@ def _diagnosis(
         return RunFailed, _memory_message(memory, status)
     failed = f"{status} failed with {one_line(error)}."
     on_device = any(_is_device_error(one) for one in chain(error))
-    of_system = any(isinstance(one, OSError) for one in chain(error))
+    of_system = any(
+        isinstance(one, OSError) or "can't start new thread" in text_of(one) for one in chain(error)
+    )
     hint = (
         " CUDA errors are reported asynchronously: CUDA_LAUNCH_BLOCKING=1 shows the true place."
         if on_device
@@ -222,8 +260,17 @@ def _diagnosis(
         return RunFailed, f"{failed} {nobody}"
     return (
         OwnFault,
-        f"{failed} {nobody} This looks like a mistake in rush {__version__}: please report it, with the log.",
+        f"{failed} {nobody} This looks like a mistake in rush {__version__}{_report_advice(uses)}",
     )
+
+
+def _report_advice(uses: list[Use]) -> str:
+    """To report it; a technique of one's own may have left something behind that fails elsewhere."""
+    own = [use.technique.name for use in uses if use.technique.name in given()]
+    if not own:
+        return ": please report it, with the log."
+    named = " or ".join(f"{name} ({given()[name]})" for name in own)
+    return f", or in {named}: if it fails without that, too, please report it, with the log."
 
 
 def _is_device_error(error: BaseException) -> bool:
@@ -232,7 +279,7 @@ def _is_device_error(error: BaseException) -> bool:
         kind for name in ("AcceleratorError",) if isinstance(kind := getattr(torch, name, None), type)
     )
     return isinstance(error, kinds) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE_ERRORS)
+        isinstance(error, RuntimeError) and any(text in text_of(error) for text in _DEVICE_ERRORS)
     )
 
 
@@ -240,16 +287,24 @@ def _memory_message(error: BaseException, status: RunStatus) -> str:
     advice = {
         Phase.SAMPLE: "Set run.sample_tokens=0, which a resumed run may do.",
         Phase.SAVE: "Set run.save_async=false, so that no copy of the state is made; a resumed run may do that.",
-    }.get(
-        status.phase,
-        "Halve batch.micro (the total batch in tokens stays the same), or shorten batch.sequence.",
-    )
+    }.get(status.phase) or _smaller_batch(status.recipe)
     on = f" on {status.machine.summary()}" if status.machine is not None else ""
     return f"out of memory at {status}{on}{fragmentation_hint(error)}. {advice}"
 
 
+def _smaller_batch(recipe: Recipe | None) -> str:
+    """Advice that reduces memory per step. A resumed run may change the micro batch if its loader counts samples."""
+    halve = "Halve batch.micro (the total batch in tokens stays the same)"
+    if recipe is None or recipe.auto or recipe.objective.kind != "lm":
+        return f"{halve} in a new run, or shorten batch.sequence."
+    if recipe.micro % 2:
+        return "Take a smaller batch.micro, or shorten batch.sequence, in a new run."
+    total = "" if recipe.batch.total_tokens else f" batch.total_tokens={recipe.step_tokens}"
+    return f"{halve}, which a resumed run may do: batch.micro={recipe.micro // 2}{total}. Or shorten batch.sequence in a new run."
+
+
 def _suspects_message(found: list[Suspect], *, compiler: bool = False) -> str:
-    """Name the innermost technique and how to take it out; those further out may only have passed the call on."""
+    """Name the innermost technique and how to remove it; outer ones may only have passed the call on."""
     first, *others = found
     blamed = _suspected(found, compiler=compiler)
     under = "".join(f", under {one.technique.name}" for one in blamed[1:])
@@ -264,7 +319,7 @@ def _suspects_message(found: list[Suspect], *, compiler: bool = False) -> str:
 
 
 def _without(suspect: Suspect) -> str:
-    """The override that takes a technique out."""
+    """The override that removes a technique."""
     name = suspect.technique.name
     return f"layout.{name}=1" if name in AXES else f"techniques-={name}"
 

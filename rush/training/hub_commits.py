@@ -1,4 +1,4 @@
-"""Ids of the Hugging Face hub in a recipe: a run records the commits that it used, so that a resumed one uses the same."""
+"""Ids of the Hugging Face hub in a recipe: a run records their commits, so that a resumed run uses the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Note = Callable[[str], None]
 
 
 def with_commits(recipe: Recipe, ranks: Ranks, note: Note) -> Recipe:
-    """The recipe with the commits that its ids mean now: rank 0 asks the hub, and all ranks take its answer.
+    """The recipe with the current commits of its ids: rank 0 queries the hub and broadcasts the answer.
 
     The model is downloaded by one process of each host, while the others wait for it.
     """

@@ -82,7 +82,7 @@ def _train_recipe(
         resume = False
     if resume:
         existing_run(folder.path)
-        recipe = _resumed_recipe(load_recipe(str(folder.recipe)), recipe)
+        recipe = resumed_recipe(load_recipe(str(folder.recipe)), recipe)
     assert recipe is not None, "a new run needs a recipe"
     status.recipe = recipe
     check_remembered(folder, recipe, view.note if started_rank() == 0 else View().note)
@@ -105,7 +105,7 @@ def _train_recipe(
 
 
 def configuration(recipe: Recipe) -> str:
-    """What all ranks must have the same of."""
+    """The configuration that must be equal on all ranks."""
     return (
         f"the recipe {recipe.digest[:12]}, rush {__version__} and torch {torch.__version__}{digests(recipe)}"
     )
@@ -119,9 +119,12 @@ FREE_ON_RESUME = ("about", "layout.ddp", "layout.fsdp", "layout.pp", "layout.cp"
                   "run.save_async", "run.keep", "run.timeout_s", "run.drift_every", "run.validate_every",
                   "run.validate_every_tokens", "run.sample_every", "run.sample_prompt", "run.sample_tokens", "run.trackers")  # fmt: skip
 """Recipe keys that a resumed run may change: they do not change what it learns."""
+MICRO_BATCH = ("batch.micro", "batch.total_tokens")
+"""A resumed run may also change these if the tokens per step stay the same and the loader counts samples: packing
+depends on the micro batch."""
 
 
-def _resumed_recipe(stored: Recipe, given: Recipe | None) -> Recipe:
+def resumed_recipe(stored: Recipe, given: Recipe | None) -> Recipe:
     """The recipe to resume with: a given one may differ from the stored one only in `FREE_ON_RESUME`."""
     if given is not None and given.auto:
         given = changed(given, {"batch.micro": stored.micro})  # it was chosen when the run began
@@ -129,11 +132,17 @@ def _resumed_recipe(stored: Recipe, given: Recipe | None) -> Recipe:
         given = resolved(given, stored.steps)  # computed when the run began
     if given is not None:
         given = as_recorded(given, stored)
-    changes = differences(stored, given or stored)
-    fixed = [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if key not in FREE_ON_RESUME]
+    wanted = given or stored
+    changes, free = differences(stored, wanted), set(FREE_ON_RESUME)
+    counts_samples = stored.objective.kind == "lm"
+    if counts_samples and wanted.step_sizes == stored.step_sizes:
+        free |= set(MICRO_BATCH)
+    fixed = [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if key not in free]
     if fixed:
+        smaller = counts_samples and "batch.micro" in changes and "batch.total_tokens" not in changes
+        keep = f"With batch.micro set batch.total_tokens={stored.step_tokens}, too. " if smaller else ""
         raise RecipeError(
-            f"the run was started with another recipe ({'; '.join(fixed)}), which a resumed run may not change. Leave "
+            f"the run was started with another recipe ({'; '.join(fixed)}), which a resumed run may not change. {keep}Leave "
             "these out, or start a new run with another --out."
         )
     if given is not None and given.step_tokens != stored.step_tokens:
@@ -227,7 +236,7 @@ def _train(
 
 
 def _check_until(until: int | None, resumed: Checkpoint | None) -> None:
-    """Refuse a last step that is behind: nothing would be trained."""
+    """Refuse a last step that has passed already."""
     done = 0 if resumed is None else resumed.step
     if until is not None and until <= done:
         raise RecipeError(
@@ -253,7 +262,7 @@ def _check_held_out(corpus: Corpus, recipe: Recipe) -> None:
 
 
 def _check_position(checkpoint: Checkpoint, extra: Mapping[str, Any]) -> None:
-    """Refuse a state whose position is not one: a checkpoint may be a stranger's, sealed anew."""
+    """Refuse a state with an invalid position: a checkpoint may be untrusted and resealed."""
     numbers = [extra.get("step"), extra.get("tokens")]
     if (
         not all(type(number) is int and 0 <= number < 2**62 for number in numbers)

@@ -1,8 +1,8 @@
 """Text samples during training.
 
-A sample never ends a run: where memory runs out, it is repeated after freeing cached memory, then shorter, and at last left
-out, with a note. A sharded or pipelined model is gathered on rank 0 for it: in host memory, or, if it is pipelined and fits,
-on the device.
+A sample never ends a run: after an OOM it is retried with the allocator's cache emptied, then shorter, and
+finally skipped with a note. A sharded or pipelined model is gathered on rank 0 for it: in host memory, or, if
+it is pipelined and fits, on the device.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sampler:
             try:
                 with run.held():
                     text = sample_text(run, corpus, tokens, SHORT_PREFILL if short else PREFILL_TOKENS)
-            except (MemoryError, RuntimeError) as error:
+            except (MemoryError, RuntimeError, OSError) as error:
                 if not out_of_memory(error):
                     raise
             else:

@@ -1,8 +1,9 @@
 """The learning rate at each step: linear warm-up, then cosine decay, none, or warmup-stable-decay.
 
-A pure function of the step, so there is nothing to save: a resumed run asks again. Cosine decay needs the length of a run
-from its start. Warmup-stable-decay (Hu et al. 2024, arXiv:2404.06395) stays at the peak and falls to the end in the last fifth of the
-steps, linearly (Hägele et al. 2024, arXiv:2405.18392): most of the run is the same whatever its length.
+A schedule is a pure function of the step, so there is no state to save. Cosine decay needs the length of a
+run from its start. Warmup-stable-decay (Hu et al. 2024, arXiv:2404.06395) stays at the peak and falls to the
+end in the last fifth of the steps, linearly (Hägele et al. 2024, arXiv:2405.18392): most of the run does not
+depend on its length.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class Session:
         except BaseException as error:
             if self.saver.failed_step is not None:
                 self.status.enter(Phase.SAVE, self.saver.failed_step)
-            if isinstance(error, Exception | SystemExit) and not lost(error):
+            if not isinstance(error, KeyboardInterrupt) and not lost(error):
                 self._finish_save()
             else:  # another rank is gone, or there is no time
                 self.saver.abandon()
@@ -320,7 +320,7 @@ class Session:
 
 
 def _numbers(row: MetricsRow) -> dict[str, float]:
-    """What a tracker draws over steps."""
+    """The metrics that a tracker logs per step."""
     return {
         k: v
         for k, v in row.items()
@@ -329,7 +329,7 @@ def _numbers(row: MetricsRow) -> dict[str, float]:
 
 
 def _mean_loss(rows: Sequence[MetricsRow]) -> float:
-    """The mean over all labels of these steps: one ragged batch says little."""
+    """The mean over all labels of these steps: a single uneven batch is noisy."""
     labels = [row.get("labels", 1) for row in rows]
     return sum(row["loss"] * count for row, count in zip(rows, labels, strict=True)) / max(1, sum(labels))
 
@@ -373,7 +373,7 @@ def _graceful_stop(ranks: Ranks) -> Iterator[_Stop]:
     """Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; a second Ctrl-C ends it at once.
 
     Rank 0 of several ignores SIGTERM from then on: a launcher sends it as soon as another rank has exited, while rank 0 still
-    writes the page and says how the run ended.
+    writes the page and prints the summary.
     """
     stop = _Stop()
 

@@ -264,9 +264,9 @@ def _divergence_message(step: int, loss: float, norm: float, batches: list[Batch
 
 
 @torch.no_grad()
-def validate(run: Run, batches: Iterable[Batch], rows: int | None = None) -> float:
-    """Mean loss per unit over the held-out batches of all ranks, `rows` per forward pass (default: as in training)."""
-    total, units, _ = reduce_validation(run, *validate_local(run, batches, rows))
+def validate(run: Run, batches: Iterable[Batch]) -> float:
+    """Mean loss per unit over the held-out batches of all ranks."""
+    total, units, _ = reduce_validation(run, *validate_local(run, batches))
     return total / units
 
 

@@ -79,7 +79,7 @@ class Validation:
 
         try:
             total, units = validate_local(self.run, batches(), rows)
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, RuntimeError, OSError) as error:
             if not out_of_memory(error):
                 raise
             failed, why = True, fragmentation_hint(error)

@@ -33,7 +33,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 Tokens = Callable[[int], int]
-"""The tokens of all steps up to one. Where all steps have as many, the number of the step will do."""
+"""The tokens of all steps up to one. If all steps have the same size, the step number suffices."""
 
 
 class View:
@@ -47,7 +47,7 @@ class View:
 
 
 class Recording(View):
-    """Passes everything on, and writes the notes down in the run's folder once it is there: its page shows them."""
+    """Forwards everything, and records notes in the run's folder, for its page."""
 
     def __init__(self, inner: View, path: Path) -> None:
         self._inner, self._path = inner, path
@@ -78,7 +78,7 @@ class Recording(View):
         self._inner.close()
 
     def _write(self, text: str) -> None:
-        """One line, for people to share; that it cannot be written is no reason to stop."""
+        """Record one line; a failure to write it does not stop the run."""
         append_log(json.dumps({"step": self._step, "note": shareable(text)}) + "\n", self._path)
 
 

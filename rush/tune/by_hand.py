@@ -13,7 +13,7 @@ from rush.errors import RecipeError, RushError
 from rush.recipe import Recipe
 from rush.recipe_io import changed
 from rush.tune.goal import TrialLimit, gain
-from rush.tune.search import Search
+from rush.tune.search import Doing, Search
 from rush.tune.trials import Trials
 
 LIMIT_S = 600.0
@@ -37,7 +37,7 @@ def beside(search: Search, lab: Trials, others: Mapping[str, Recipe]) -> list[di
     """The speed of each, and the winner's gain over it."""
     found = []
     for name, recipe in others.items():
-        search.report(search, f"beside: {name}")
+        search.report(search, Doing(name, "beside"))
         unknown = dict.fromkeys(("reason", "tokens_per_s", "peak_memory_bytes", "gain"))
         row: dict[str, Any] = {"name": name, "status": "ok", **unknown}
         try:

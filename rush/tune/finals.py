@@ -28,7 +28,7 @@ def decide(search: Search) -> Candidate:
                 search.run("decide", candidate)
                 candidate.round = max(candidate.round, 2)
         places = sorted(finalists, key=lambda c: _place(search, c)) + places[len(finalists) :]
-    winner = _proved(search, places) or search.base
+    winner = proved(search, places) or search.base
     search.winner = _compared(search, winner)
     for candidate in finalists:
         if candidate.round == 2 and candidate.state in ("ahead", "lost"):
@@ -64,7 +64,7 @@ def _place(search: Search, candidate: Candidate) -> tuple[bool, float]:
     return not clearly, 0.0 if candidate is lead else -_score(search, candidate) + 1e6 * (not clearly)
 
 
-def _proved(search: Search, places: list[Candidate]) -> Candidate | None:
+def proved(search: Search, places: list[Candidate]) -> Candidate | None:
     """The first candidate that is proved. Time for the first proof was reserved; more are made while time is left."""
     for number, candidate in enumerate(places):
         recipe = candidate.known_recipe

@@ -32,7 +32,7 @@ class MoveKind(StrEnum):
     TOGETHER = "together"
     """Several small gains at once."""
     JUMP = "jump"
-    """A recipe that the planner put together."""
+    """A recipe that the planner composed."""
 
 
 @dataclass(frozen=True)

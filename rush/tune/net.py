@@ -1,7 +1,8 @@
 """The last stage of `rush tune --to-loss`: a race between the winner and the unchanged recipe.
 
-A search ranks by tokens per second, which is gross. Where the winner rounds more, or its steps teach less, the same loss comes later
-than that promises: the race says by how much. It is made after the search, takes none of its budget, and resumes as a race does.
+A search ranks by tokens per second, which is gross. If the winner rounds more, or learns less per step, it
+reaches the same loss later than its speed suggests: the race measures by how much. It runs after the search,
+outside its budget, and can be resumed like any race.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ UNCHANGED = "the unchanged recipe"
 
 
 def check_race(request: Request, tokens: int) -> None:
-    """Refuse a race that cannot be made before the search begins."""
+    """Refuse an impossible race before the search begins."""
     if request.goal.objective == "longest-sequence":
         raise RecipeError(
             "--to-loss races recipes of one sequence length; leave it out with --objective longest-sequence."

@@ -1,8 +1,9 @@
 """The expected gain of a move: as measured here before, else as the planner predicts. And the jumps that follow from it.
 
-The planner knows what fits; its time orders the trials. `planned` follows the best predicted move again and again, without a
-trial, to a recipe that is most of the way if the planner is right. On a GPU it adds techniques that cost nothing and those
-that the planner does not model: one trial for all of them instead of one each.
+The planner knows what fits; its predicted times order the trials. `planned` repeatedly follows the best
+predicted move, without a trial, to a recipe that is near the optimum if the planner is right. On a GPU it
+adds techniques that cost nothing and those that the planner does not model: one trial for all of them instead
+of one each.
 """
 
 from __future__ import annotations

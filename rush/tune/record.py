@@ -23,7 +23,7 @@ from rush.tune.trials import TuneSettings
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks for."""
+    """The user's request."""
 
     name: str
     recipe: Recipe

@@ -72,9 +72,23 @@ def blamed(life: LifeRecord | None) -> frozenset[str]:
     return frozenset(life.get("techniques", ()) if life else ())
 
 
-def doing_of(candidate: str, kind: str) -> str:
-    """A trial as progress text."""
-    return {"rank": candidate, "reference": f"{candidate}, for parity"}.get(kind, f"{candidate} ({kind})")
+@dataclass(frozen=True)
+class Doing:
+    """The trial that is running; as text it is a line of progress."""
+
+    candidate: str
+    kind: str
+    known: bool = False
+    """Whether its result is known from an earlier, interrupted search."""
+
+    def __str__(self) -> str:
+        return self.called(self.candidate)
+
+    def called(self, name: str) -> str:
+        """The same text with another name of the candidate."""
+        special = {"rank": name, "reference": f"{name}, for parity", "beside": f"beside: {name}"}
+        said = special.get(self.kind, f"{name} ({self.kind})")
+        return f"{said}: known from before" if self.known else said
 
 
 @dataclass
@@ -84,7 +98,7 @@ class Search:
     lab: Laboratory
     outlook: Outlook
     budget: Budget
-    report: Callable[[Search, str | None], None] = lambda search, doing: None
+    report: Callable[[Search, Doing | None], None] = lambda search, doing: None
     """Called before and after every trial."""
     candidates: list[Candidate] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -185,7 +199,7 @@ class Search:
 
     def _reference(self) -> None:
         began, before = self.budget.spent_s, self.budget.clock()
-        self.report(self, doing_of("plain fp32", "reference"))
+        self.report(self, Doing("plain fp32", "reference"))
         result = self.lab.reference(self._limit().seconds)
         self.budget.note(frozenset(), result.wall_s, self.budget.clock() - before, "reference")
         self.budget.reference_s = result.wall_s
@@ -328,7 +342,7 @@ class Search:
 
     def _live(self, candidate: Candidate) -> None:
         began, before, recipe = self.budget.spent_s, self.budget.clock(), candidate.known_recipe
-        self.report(self, doing_of(candidate.key, "life"))
+        self.report(self, Doing(candidate.key, "life"))
         life = candidate.life = self.lab.life(recipe, self._limit().seconds)
         wall_s, verdict = sum(part["seconds"] for part in life["parts"]), life["verdict"]
         took = "life" if verdict == "ok" else verdict
@@ -397,7 +411,7 @@ class Search:
     def measure(self, kind: str, candidate: Candidate, recipe: Recipe) -> TuneResult:
         """Run a trial, with its time on the budget and on the timeline."""
         began, before = self.budget.spent_s, self.budget.clock()
-        self.report(self, doing_of(candidate.key, kind))
+        self.report(self, Doing(candidate.key, kind))
         result = self.lab.trial(kind, recipe, self._limit(kind, recipe))
         took = kind if result.ok and not result.figures.get("hopeless") else "failed"
         self.budget.note(compiled(recipe), result.wall_s, self.budget.clock() - before, took)

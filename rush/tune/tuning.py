@@ -34,10 +34,10 @@ from rush.tune.lengths import lengthen
 from rush.tune.moves import MoveKind, Rules, is_subset, parity_techniques, runnable
 from rush.tune.outlook import Outlook, jumps
 from rush.tune.record import Request, classes, recipe_file, record_of
-from rush.tune.search import Search, doing_of
+from rush.tune.search import Doing, Search
 from rush.tune.trials import RANK, Trials, TuneSettings, kept_of, trial_plan, trial_tokens
 
-Watch = Callable[[TuneRecord, str | None], None]
+Watch = Callable[[TuneRecord, Doing | None], None]
 
 
 def tune(
@@ -91,12 +91,12 @@ def _search(request: Request, folder: Path, bench: Bench, planner: Planner, watc
         record["ceilings"] = bench.ceilings
         return record
 
-    kept = {doing_of(event["candidate"], event["kind"]) for event in before["events"]} if before else set()
+    kept = {Doing(event["candidate"], event["kind"]) for event in before["events"]} if before else set()
 
-    def report(search: Search, doing: str | None) -> None:
+    def report(search: Search, doing: Doing | None) -> None:
         record = recorded(search)
         write_tune(folder / "tune.json", record)
-        watch(record, f"{doing}: known from before" if doing in kept else doing)
+        watch(record, replace(doing, known=True) if doing in kept else doing)
 
     search = Search(
         start, replace(rules, tokens=math.gcd(rules.tokens, settings.tokens)), lab, outlook, budget, report

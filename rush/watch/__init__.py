@@ -1,1 +1,1 @@
-"""`rush watch`: what is under a folder of runs, live in a browser on this machine. Reads records, needs no torch."""
+"""`rush watch`: the runs under a folder, live in a browser on this machine. Reads records, needs no torch."""

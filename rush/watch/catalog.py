@@ -1,8 +1,7 @@
-"""What lies under the watched folders: runs, ladders, searches, scaling studies and races, with where each stands.
+"""The contents of the watched folders: runs, ladders, searches, scaling studies and races, with their status.
 
-Folders are found by walking, never by joining a name that a request brings: a request names an id of this list. Symbolic
-links are not followed, neither to folders nor to files. To list a run, only the end of its metrics is read, and only when the
-file changed.
+Folders are found by walking; no path is ever built from a request, which names an id of this list. Symbolic links are not
+followed, neither to folders nor to files. Listing a run reads only the end of its metrics, and only when the file changed.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ MOST_FOLDERS = 2000
 OWN_FOLDERS = {"checkpoints", "tensorboard", "tokenizer", "trials", "wandb"}
 SHOWN = ("ladder", "tune", "scale", "race")
 FRESH_S = 0.4
-"""A list that was made a moment ago is good enough for the next client."""
+"""Seconds for which a list is reused for the next client."""
 END_BYTES = 1 << 14
 MOST_BYTES = 1 << 25
-"""Of a record."""
+"""Maximum bytes of a record."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Entry:
 
 
 class Catalog:
-    """The list, made anew when it is older than a moment; safe to be asked by many threads."""
+    """The list, refreshed when it is too old; thread-safe."""
 
     def __init__(self, roots: list[Path]) -> None:
         self.roots = [root.resolve() for root in roots]
@@ -62,7 +61,7 @@ class Catalog:
         self._version = ""
         self._known: dict[tuple[str, str], tuple[tuple[int, ...], Mapping[str, Any]]] = {}
         self.files_read = 0
-        """Ever, for those who count the work."""
+        """Total count, for tests of the work done."""
 
     def entry(self, id: str) -> Entry | None:
         self.rows()
@@ -134,14 +133,14 @@ class Catalog:
         alive = holder_is_alive(entry.path) or (
             entry.path.name in VIEWS and holder_is_alive(entry.path.parent)
         )
-        # A trial may take long: only its holder tells whether it is still under way.
+        # A trial may take long: only the lock's holder shows whether it is still running.
         status = status_of(
             done=bool(facts.get("finished")), alive=alive, quiet_s=0.0 if alive else time.time() - changed
         )
         return {**facts, "status": status, "changed": int(changed)}
 
     def _cached(self, path: Path, read: Any) -> Mapping[str, Any]:
-        """What `read` makes of the file, read again only when the file changed."""
+        """The result of `read`, cached until the file changes."""
         descriptor = open_file(path, follow=False)
         if descriptor is None:
             return {}
@@ -151,7 +150,7 @@ class Catalog:
             key = (str(path), read.__name__)
             if key not in self._known or self._known[key][0] != identity:
                 self.files_read += 1
-                self._known[key] = (identity, read(file, found.st_size))
+                self._known[key] = (identity, read(file))
             return self._known[key][1]
 
     @staticmethod
@@ -166,9 +165,9 @@ VIEWS = ("alone", "left_out")
 """Folders of a ladder's other views, which are measured under its lock."""
 
 
-def _last_row(file: Any, size: int) -> dict[str, Any]:
+def _last_row(file: Any) -> dict[str, Any]:
     """The newest row, and the newest validation near it."""
-    file.seek(max(0, size - END_BYTES))
+    file.seek(max(0, os.fstat(file.fileno()).st_size - END_BYTES))
     *lines, _ = file.read(END_BYTES).split(b"\n")
     row: dict[str, Any] = {}
     for line in reversed(lines):
@@ -186,7 +185,7 @@ def _last_row(file: Any, size: int) -> dict[str, Any]:
     return row
 
 
-def _recipe_row(file: Any, size: int) -> dict[str, Any]:
+def _recipe_row(file: Any) -> dict[str, Any]:
     tree = read_toml(file.read(MOST_BYTES).decode("utf-8", "replace"))
     model, schedule = tree.get("model"), tree.get("schedule")
     return {
@@ -217,49 +216,44 @@ def _ratio(value: Any) -> float | None:
     return finite(value.get("ratio")) if isinstance(value, dict) else finite(value)
 
 
-def _ladder_row(file: Any, size: int) -> dict[str, Any]:
+def _listed(
+    tree: Mapping[str, Any], what: str, columns: tuple[str, ...], rows: list[list[Any]]
+) -> dict[str, Any]:
+    table = {"columns": list(columns), "rows": rows}
+    return {"finished": text(tree.get("finished")), "what": f"{len(rows)} {what}", "table": table}
+
+
+def _ladder_row(file: Any) -> dict[str, Any]:
     tree = _tree(file)
     rungs = [
         [text(rung.get("title")) or text(rung.get("name")), _speed(rung), _ratio(rung.get("total_gain")),
          finite(rung.get("peak_memory_bytes")), judged_again(text(rung.get("verdict")) or "", table(rung.get("gain")))]
         for rung in _rows_of(tree, "rungs")
     ]  # fmt: skip
-    return {
-        "finished": text(tree.get("finished")),
-        "what": f"{len(rungs)} rungs",
-        "table": {"columns": ["rung", "tokens/s", "cumulative", "memory", "verdict"], "rows": rungs},
-    }
+    return _listed(tree, "rungs", ("rung", "tokens/s", "cumulative", "memory", "verdict"), rungs)
 
 
-def _tune_row(file: Any, size: int) -> dict[str, Any]:
+def _tune_row(file: Any) -> dict[str, Any]:
     tree = _tree(file)
     tried = [
         [text(row.get("key")), _speed(row), _ratio(row.get("ratio")), finite(row.get("peak_memory_bytes")), text(row.get("state"))]
         for row in _rows_of(tree, "candidates")
         if row.get("tokens_per_s")
     ]  # fmt: skip
-    return {
-        "finished": text(tree.get("finished")),
-        "what": f"{len(tried)} measured",
-        "table": {"columns": ["candidate", "tokens/s", "over the lead", "memory", "state"], "rows": tried},
-    }
+    return _listed(tree, "measured", ("candidate", "tokens/s", "over the lead", "memory", "state"), tried)
 
 
-def _scale_row(file: Any, size: int) -> dict[str, Any]:
+def _scale_row(file: Any) -> dict[str, Any]:
     tree = _tree(file)
     points = [
         [f"{text(row.get('layout')) or text(row.get('title')) or text(row.get('name')) or '?'}", _speed(row), None,
          finite(row.get("peak_memory_bytes")), text(row.get("status"))]
         for row in _rows_of(tree, "points")
     ]  # fmt: skip
-    return {
-        "finished": text(tree.get("finished")),
-        "what": f"{len(points)} points",
-        "table": {"columns": ["layout", "tokens/s", "", "memory", "status"], "rows": points},
-    }
+    return _listed(tree, "points", ("layout", "tokens/s", "", "memory", "status"), points)
 
 
-def _race_row(file: Any, size: int) -> dict[str, Any]:
+def _race_row(file: Any) -> dict[str, Any]:
     tree = _tree(file)
     found = {text(one.get("contender")): one for one in _rows_of(tree, "findings")}
     rows = []
@@ -276,11 +270,7 @@ def _race_row(file: Any, size: int) -> dict[str, Any]:
         rows.append(
             [f"{letter} {text(one.get('name')) or ''}", lowest, _ratio(against.get("net")), None, states]
         )
-    return {
-        "finished": text(tree.get("finished")),
-        "what": f"{len(rows)} recipes",
-        "table": {"columns": ["recipe", "validation loss", "net", "", "status"], "rows": rows},
-    }
+    return _listed(tree, "recipes", ("recipe", "validation loss", "net", "", "status"), rows)
 
 
 RECORD_ROWS = {"ladder": _ladder_row, "tune": _tune_row, "scale": _scale_row, "race": _race_row}

@@ -1,7 +1,7 @@
-"""A run that is watched: its curves and samples, and what a client does not have of them yet.
+"""A watched run: its curves and samples, and the increments for each client.
 
-A client says how far it got (`Seen`); it gets the buckets from its last one on, because that one may have grown, or everything
-where the curves are another generation than its own.
+A client sends its position (`Seen`) and gets the buckets from its last one on, because that one may have grown, or everything
+if the curves have a newer generation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_SAMPLES = 20
 
 @dataclass(frozen=True)
 class Seen:
-    """What a client has: generation of the curves, rows, buckets, validations, samples."""
+    """A client's position: generation of the curves, rows, buckets, validations, samples."""
 
     generation: int = -1
     rows: int = 0
@@ -34,7 +34,7 @@ class Seen:
 
     @classmethod
     def parse(cls, word: str) -> Seen:
-        """Of `3.1200.600.4.2`; whatever is not that has seen nothing."""
+        """Parse `3.1200.600.4.2`; anything else means nothing was seen."""
         parts = word.split(".")
         if len(parts) != 5 or not all(
             part.isascii() and part.isdecimal() and len(part) < 16 for part in parts
@@ -44,7 +44,7 @@ class Seen:
 
 
 class LiveRun:
-    """One run's files, read as they grow; safe to be asked by many threads."""
+    """One run's files, read as they grow; thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._lock = threading.Lock()
@@ -120,5 +120,5 @@ def _figures(buckets: Sequence[Bucket], spread: bool) -> Mapping[str, Mapping[st
 
 
 def _short(value: float) -> float:
-    """Six digits: more than a picture shows."""
+    """Round to six digits, more than a chart shows."""
     return float(f"{value:.6g}")

@@ -1,9 +1,9 @@
-"""The server of `rush watch`: on loopback only, for whoever has its token, and nothing but reading.
+"""The server of `rush watch`: on loopback only, read-only, with a token.
 
-Other programs of a browser can reach a port on loopback too, so every request must prove that it comes from our page: a
-random token in the path (compared in constant time), a Host that is ours (a page of another site that makes its own name
-point here has another), and no Origin but ours. Only GET and HEAD are answered. A request names ids of the catalog, never
-a path. Pages of records are drawn here from the record: a `report.html` in a folder may be a stranger's and is not sent.
+Other pages in a browser can reach a loopback port too, so every request must prove that it comes from our page: a random token
+in the path (compared in constant time), our own Host (against DNS rebinding), and no foreign Origin. Only GET and HEAD are
+answered. A request names ids of the catalog, never a path. Pages of records are rendered here from the record: a `report.html`
+in a folder is untrusted and never served.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rush.watch.live_run import LiveRun, Seen
 
 MOST_CHOSEN = 12
 READ = ("recipe.toml", "metrics.jsonl", "samples.jsonl", "machine.json", "failure.json", "notes.jsonl")
-"""What the page of a run is drawn from."""
+"""The files behind the page of a run."""
 MOST_LIVE = 64
 MOST_CONNECTIONS = 256
 POLICY = (
@@ -41,7 +41,7 @@ POLICY = (
     "form-action 'none'; frame-ancestors 'none'"
 )
 DRAWN_POLICY = "sandbox allow-scripts; frame-ancestors 'none'"
-"""Of a record's page, which has its own policy inside: its script cannot ask this server for anything."""
+"""Content security policy for a record's page, which has its own policy inside: its script cannot send requests to this server."""
 ASSETS = {
     "": ("watch.html", "text/html"),
     "watch.js": ("watch.js", "text/javascript"),
@@ -50,7 +50,7 @@ ASSETS = {
 
 
 class Watch:
-    """What is watched, and the runs whose curves are held."""
+    """The catalog, and the runs whose curves are in memory."""
 
     def __init__(self, folders: list[Path]) -> None:
         self.catalog = Catalog(folders)
@@ -154,7 +154,7 @@ class Server(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is nothing to talk about; anything else is one line."""
+        """A disconnected client is not reported; anything else is one line."""
         error = sys.exc_info()[1]
         if not isinstance(error, ConnectionError | TimeoutError):
             print(f"rush watch: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
@@ -211,7 +211,7 @@ class Handler(BaseHTTPRequestHandler):
         if not hmac.compare_digest(given.encode("utf-8", "replace"), self.server.token.encode()):
             return HTTPStatus.FORBIDDEN
         if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
-            self.close_connection = True  # whatever follows is not a request
+            self.close_connection = True  # anything after it is not a request
             return HTTPStatus.BAD_REQUEST
         return None
 
@@ -233,7 +233,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the library refuses by itself: other methods, lines that are no HTTP. Nothing of the request is repeated."""
+        """Requests that the library refuses: other methods, malformed HTTP. The answer quotes nothing of the request."""
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
         content = f"{status.phrase}\n".encode()
         self.send_response(status)
@@ -249,9 +249,9 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a log would hold the token."""
+        """Log nothing: a log would contain the token."""
 
 
 def over_ssh(port: int) -> str:
-    """How to see the page from another machine."""
+    """How to open the page from another machine."""
     return f"From another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}, then the same address there."

@@ -2,7 +2,7 @@
 
 A template never holds a measured figure. It asks for one, as in `{{ gain("llama", "flash_attention") }}`, and what it gets is
 text between two marks that number a `Trace`: the file, the places in it, and the formula over what stands there. The marks
-are taken out before a page or a picture is written; a test leaves them in, reads the files itself and computes again.
+are removed before a page or a picture is written; a test leaves them in, reads the files itself and recomputes the figures.
 """
 
 from __future__ import annotations

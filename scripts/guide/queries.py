@@ -42,7 +42,7 @@ class Queries:
             if not name.startswith("_") and name not in ("book", "names", "measured")
         }
 
-    # Of a ladder's rung
+    # A ladder's rung
 
     def gain(self, ladder: str, rung: str, interval: bool = True) -> str:
         """Over the rung before, with its interval: `+60 % (+55 % to +69 %)`."""
@@ -97,7 +97,7 @@ class Queries:
         return self.book.figure("ratio", LADDERS[ladder], "a / b", *places)
 
     def part_share(self, ladder: str, rung: str, kind: str) -> str:
-        """Of the work in a profiled step, the share of one kind."""
+        """The share of one kind of work in a profiled step."""
         kinds = [kind, *(one for one in BUSY if one != kind)]
         places = [("rungs", rung, "breakdown_ms", one) for one in kinds]
         return self.book.figure("share", LADDERS[ladder], f"a / ({_sum(len(kinds))})", *places)
@@ -169,7 +169,7 @@ class Queries:
         checked = compare_claim(view("llama"), found) if found else None
         return self.book.say(checked.outcome if checked else "not measured")
 
-    # Of others
+    # Others
 
     def claim(self, technique: str, kind: str = "change") -> str:
         """What the technique's authors claim."""

@@ -34,7 +34,7 @@ def checkpointing(book: Book) -> Sheet:
     sheet.box(16, 332, 12, 12, "store")
     sheet.word(34, 343, "in memory until the backward pass", "small")
     sheet.box(276, 332, 12, 12, "lost")
-    sheet.word(294, 343, "computed again", "small")
+    sheet.word(294, 343, "recomputed", "small")
     return sheet
 
 

@@ -189,10 +189,10 @@ def damaged_pages() -> bytes:
 
 CASES: list[tuple[str, int, list[str], Callable[[World], list[str]]]] = [
     # 2: recipe or arguments
-    ("no recipe", 2, ["no recipe was named"], lambda w: ["train"]),
+    ("no recipe", 2, ["no recipe was given"], lambda w: ["train"]),
     ("no such recipe", 2, ["'gpt2-124'", "did you mean 'gpt2-124m'"], lambda w: ["train", "gpt2-124"]),
     ("no such file", 2, ["no recipe file at"], lambda w: ["train", str(w.path / "none.toml")]),
-    ("data in place of a recipe", 2, ["is a file of data", "data.source=files"], lambda w: ["data", "inspect", "chat.jsonl"]),
+    ("data in place of a recipe", 2, ["is a data file", "data.source=files"], lambda w: ["data", "inspect", "chat.jsonl"]),
     ("not TOML", 2, ["not valid TOML"], lambda w: ["train", str(w.file("bad.toml", "model = ["))]),
     ("unknown key", 2, ["batch.micr", "did you mean 'batch.micro'"], lambda w: w.train("batch.micr=1")),
     ("wrong type", 2, ["optimizer.lr is 'fast'", "number"], lambda w: w.train("optimizer.lr=fast")),
@@ -269,7 +269,7 @@ CASES: list[tuple[str, int, list[str], Callable[[World], list[str]]]] = [
      lambda w: w.on_files("pages.parquet", damaged_pages())),
     ("numbers in Parquet", 3, ["the text is int, expected a string"],
      lambda w: w.on_files("numbers.parquet", parquet_file([1, 2, 3]))),
-    ("half a kilobyte of Parquet that unfolds to gigabytes", 3, ["unfolds to more than", "times its"],
+    ("half a kilobyte of Parquet that decompresses to gigabytes", 3, ["decompresses to more than", "times its"],
      lambda w: w.on_files("bomb.parquet", parquet_bomb(), f"data.tokenizer={w.run / 'tokenizer'}")),
     ("a template that never ends", 3, ["talk.jsonl:1", "The chat template does not end"],
      lambda w: w.inspect("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}")),

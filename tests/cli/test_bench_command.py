@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from rush.bench.kernel_bench import KernelProgress
 from rush.cli import main
 from tests.report import made_up_benches as made
 
@@ -39,7 +38,7 @@ def test_a_kernel_bench_shows_a_table_says_what_it_is_worth_and_draws_its_page(
 
     def measured(ops: list[str], folder: Path, *, quick: bool, device: str, watch: Any) -> dict[str, Any]:
         asked.update(ops=ops, quick=quick, device=device)
-        watch(KernelProgress("swiglu", "timing both", 0, 1))
+        watch("swiglu", "timing both", 0, 1)
         record = made.interpreted_kernels()
         folder.mkdir()
         (folder / "kernels.json").write_text(json.dumps(record))

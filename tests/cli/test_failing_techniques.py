@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rush.cli import main
+from rush.errors import KernelRefusal
 from rush.files import sha256_file
 from rush.records.checkpoint_store import verify
 from rush.records.run_folder import RunFolder
@@ -94,6 +95,7 @@ def goes_on(world: Path, out: Path, name: str, step: int, monkeypatch: pytest.Mo
     [
         ("in_forward", "step 3", "RuntimeError: planted in forward", 2),
         ("in_backward", "step 3", "KeyError: 'planted in backward'", 2),
+        ("no_exception", "step 3", "Panic: planted panic", 2),
         ("under_no_grad", "the validation after step 2", "TypeError: planted under no_grad", 1),
     ],
 )
@@ -110,6 +112,26 @@ def test_a_technique_that_raises_mid_run_is_named_and_the_run_resumes_once_it_is
     assert f"`rush train --out {out} --resume --technique {file}`" in message
     checked_log(out, message, f"at: {at}\n", raised, f"on the stack: {name} (")
     goes_on(world, out, name, saved, monkeypatch)
+
+
+def test_what_refuses_mid_run_says_where_and_how_to_resume_and_keeps_its_exit_code(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal is a sentence already; once the run trains it is a failure of the run, too."""
+    file, out = file_of(world, "refuses", broken=True), tmp_path / "run"
+    done = train(world, "refuses", out)
+    assert done.returncode == KernelRefusal.exit_code, done.stderr
+    message = the_message(done)
+    assert message.startswith(
+        f"error: the validation after step 2 failed: planted: no rows of 17. The code of the technique refuses ({file}:"
+    )
+    assert (
+        f"The last checkpoint (step-000001) is intact: resume from it with `rush train --out {out}" in message
+    )
+    checked_log(out, message, "at: the validation after step 2\n", "on the stack: refuses (")
+    told = json.loads((out / "failure.json").read_text())
+    assert (told["phase"], told["step"], told["techniques"]) == ("validation", 2, ["refuses"])
+    goes_on(world, out, "refuses", 1, monkeypatch)
 
 
 def test_a_technique_that_raises_in_apply_is_named_and_the_run_is_not_touched(
@@ -149,7 +171,7 @@ def test_a_technique_that_raises_or_aborts_at_exit_is_named_and_the_result_stand
     assert f"Done at step {STEPS} of {STEPS}" in done.stdout
     assert done.stderr.count("rush: ") == 1, done.stderr
     message = done.stderr[done.stderr.index("rush: ") :].strip()
-    assert message.startswith("rush: OSError: planted at exit was raised at exit, when the work was done;")
+    assert message.startswith("rush: OSError: planted at exit was raised at exit, after the work was done;")
     assert f"The code of the technique at_exit ({file}:" in message
     assert "\n" not in message
     checked_log(out, message, "planted at exit")
@@ -222,6 +244,25 @@ def test_another_command_takes_the_file_too(
     assert said.endswith(f"The full log is {world / 'rush-failure.log'}.\n")
 
 
+def test_what_a_file_raises_outside_of_a_run_is_named_with_its_line(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = (FAILING / "in_apply.py").read_text()
+    head, tail = text.split("technique = Technique(")
+    file = tmp_path / "in_requires.py"
+    file.write_text(
+        f"{head}from rush.techniques.api.contract import Requirement\n\n\ndef met(machine, recipe):\n"
+        f"    raise ValueError('planted in requires')\n\n\ntechnique = Technique("
+        f"requires=(Requirement('planted', met),),{tail}"
+    )
+    words = ["plan", world / "gpt2.toml", "techniques=['in_apply']", "--technique", file]
+    assert in_this_process(world, monkeypatch, *words) == 4
+    said = capfd.readouterr().err
+    assert said.startswith(f"error: ValueError: planted in requires. {file}:")
+    assert "given by --technique, is on the stack: fix it. The full log is " in said
+    assert "bug in rush" not in said
+
+
 BAD_FILES = {
     "missing": (None, "which does not exist; --technique takes a Python file that defines `technique`"),
     "raises": ("x = 1\nraise ValueError('planted\\non import')\n", "which cannot be imported: line 2 raises ValueError: planted on import. Fix the file"),
@@ -249,6 +290,30 @@ def test_a_file_that_is_no_technique_is_refused_in_one_sentence(
     assert said in err
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ('conflicts=("compile")', "its conflicts is a str, and must be a tuple of str, as in (one,) or ()"),
+        ("requires=(1,)", "its requires is another tuple, and must be a tuple of Requirement"),
+        ("knobs=None", "its knobs is a NoneType, and must be a Mapping"),
+        ("summary='words'", "its summary is a str, and must be a function"),
+    ],
+)
+def test_a_technique_with_a_field_of_another_type_is_refused(
+    given: str,
+    said: str,
+    world: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "typed.py"
+    file.write_text((FAILING / "in_apply.py").read_text().replace("stage=Stage.", f"{given}, stage=Stage."))
+    words = ["train", world / "gpt2.toml", "--technique", file, "--out", tmp_path / "run"]
+    assert in_this_process(world, monkeypatch, *words) == 2
+    assert f"`technique` in {file} is not complete: {said}" in capfd.readouterr().err
 
 
 def test_two_files_with_one_name_are_refused(

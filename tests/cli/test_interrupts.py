@@ -96,4 +96,4 @@ def test_a_command_that_is_importing_ends_with_130_and_says_so(library: str, tmp
     os.killpg(process.pid, signal.SIGINT)
     said = process.communicate(timeout=60)[0]
     assert process.returncode == 130, said
-    assert "Stopped; no process is left." in said or said.endswith("interrupted\n")
+    assert "Stopped; all processes have ended." in said or said.endswith("interrupted\n")

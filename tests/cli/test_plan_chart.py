@@ -43,8 +43,8 @@ def test_json_is_the_record(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--chart", "spedup"], "did you mean 'speedup'"),
-        (["--chart", "zero", "--search"], "--chart does not go with --search"),
-        (["--chart", "all", "--devices", "4"], "draws every chart as it is by default"),
+        (["--chart", "zero", "--search"], "--chart cannot be combined with --search"),
+        (["--chart", "all", "--devices", "4"], "draws every chart with its defaults"),
         (["llama-3.2-1b", "--against", "a800-80-sxm"], "--against needs --chart cards"),
         (["--chart", "memory", "--nodes", "2"], "does not take --nodes"),
     ],

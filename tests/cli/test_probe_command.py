@@ -35,11 +35,11 @@ app.command("probe")(command.probe)
 
 @pytest.fixture(autouse=True)
 def quick_measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The rates themselves are tested elsewhere; here a hundredth of the time will do."""
+    """The rates themselves are tested elsewhere; here small copies and a hundredth of the time will do."""
     monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(measure, "matmul", partial(measure.matmul, budget_s=0.02))
-    monkeypatch.setattr(measure, "bandwidth", partial(measure.bandwidth, budget_s=0.02))
+    monkeypatch.setattr(measure, "bandwidth", partial(measure.bandwidth, budget_s=0.02, size=2**20))
     monkeypatch.setattr(launch_rate, "launching", partial(launch_rate.launching, budget_s=0.02))
     monkeypatch.setattr(import_module("rush.hardware.ceilings"), "load_now", partial(load_now, seconds=0.01))
 

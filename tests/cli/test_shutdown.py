@@ -111,7 +111,7 @@ def test_a_broken_pipe_to_a_process_of_its_own_is_one_sentence_and_a_log(tmp_pat
     log = tmp_path / "cache" / "failure.log"
     assert done.returncode == MachineError.exit_code
     assert done.stderr == (
-        "error: a process that this command had started ended before it was done; start the command again. "
+        "error: a process started by this command ended too early; run the command again. "
         f"The full log is {log}.\n"
     )
     assert "BrokenPipeError" in log.read_text()
@@ -206,7 +206,7 @@ def test_exit_callbacks_and_threads_are_waited_for_and_their_errors_reported(tmp
     assert said == [
         "error: no.",
         f"rush: ValueError: in a thread in the thread planted. The full log is {log}.",
-        f"rush: ZeroDivisionError: division by zero at exit, when the work was done. The full log is {log}.",
+        f"rush: ZeroDivisionError: division by zero at exit, after the work was done. The full log is {log}.",
     ]
     assert log.read_text().count("Traceback") == 2
 

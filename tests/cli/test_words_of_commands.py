@@ -24,6 +24,7 @@ from rush.errors import RecipeError
 from rush.lab.ladder.climb import LadderProgress
 from rush.ready import LADDERS, RECIPES
 from rush.recipe_io import load_recipe
+from tests.report.made_up_run import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,7 +137,10 @@ def test_no_name_is_cut_by_the_edge_of_the_terminal(
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "80")
     narrow = CliRunner().invoke(app, command).stdout
-    assert max(map(len, narrow.splitlines())) <= 80
+    prose = [
+        line for line in narrow.splitlines() if not line.startswith("Next: ")
+    ]  # a command stays in one line
+    assert max(map(len, prose)) <= 80
     monkeypatch.setenv("COLUMNS", "400")
     wide = CliRunner().invoke(app, command).stdout
     assert _words(wide) <= _words(narrow)
@@ -156,3 +160,41 @@ def test_paragraphs_of_help_flow(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = next(at for at, line in enumerate(lines) if line.startswith("Each rung is timed"))
     for line, after in itertools.pairwise(lines[begin : lines.index("", begin)]):
         assert len(line) + 1 + len(after.split()[0]) > 76
+
+
+def _last(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(folder)
+    ran = CliRunner().invoke(app, words)
+    assert ran.exit_code == 0, (ran.output, ran.exception)
+    return ran.stdout.rstrip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "following"),
+    [
+        ("recipes", "Next: rush train tiny"),
+        ("recipes show tiny batch.micro=4", "# Next: rush train tiny batch.micro=4"),
+        ("ladder", "Next: rush ladder here"),
+        ("explain", "Next: rush explain "),
+        ("plan tiny --machine h100-sxm --devices 2 layout.ddp=2", "Next: rush plan tiny layout.ddp=2 --machine h100-sxm --devices=2 --search"),
+        ("plan llama-3.1-8b --machine 4090", "Next: rush plan llama-3.1-8b --machine 4090 --search"),
+        ("plan --config model --machine h100-sxm", "Next: rush start model --data FILES --device h100-sxm"),
+        ("plan --config strange --machine h100-sxm", "Next: rush plan --config strange "),
+        ("report a", "Next: python3 -m webbrowser -t a/report.html"),
+        ("compare a b", "Next: rush compare a b --out comparison.html"),
+        ("compare a b --out c.html", "Next: rush watch a b"),
+        ("data clean cooking rows.jsonl -o kept.jsonl", "Next: rush start MODEL --data kept.jsonl"),
+    ],
+)  # fmt: skip
+def test_the_last_line_is_what_a_person_would_type_next(
+    words: str, following: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, rows=30)
+    for name, more in (("model", {}), ("strange", {"num_local_experts": 4, "num_experts_per_tok": 2})):
+        (tmp_path / name).mkdir()
+        config = {"model_type": "llama" if not more else "mixtral", "hidden_size": 64, "num_hidden_layers": 2,
+                  "num_attention_heads": 4, "vocab_size": 100, "intermediate_size": 128, "max_position_embeddings": 2048, **more}  # fmt: skip
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "rows.jsonl").write_text('{"title": "a", "ingredients": ["salt"], "steps": ["stir it"]}\n')
+    assert _last(words.split(), tmp_path, monkeypatch).startswith(following)

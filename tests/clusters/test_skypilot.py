@@ -159,9 +159,9 @@ def test_the_command_copies_the_recipe_and_names_what_is_missing(
     for wrong, match in (
         (words, "--sky needs --accelerator"),
         ([*words, "--accelerator", "L4"], "come without rush"),
-        ([*words, "--accelerator", "L4", "--package", "missing.whl"], "which is no file"),
+        ([*words, "--accelerator", "L4", "--package", "missing.whl"], "there is no such file"),
         ([*whole, "--mount", "text"], "write PLACE=SOURCE"),
-        ([*whole, "--mount", "~/rush/x=missing"], "which is not there"),
+        ([*whole, "--mount", "~/rush/x=missing"], "which does not exist"),
         ([*whole, "--slurm"], "choose one of --slurm, --k8s and --sky"),
     ):
         with pytest.raises(RecipeError, match=match):

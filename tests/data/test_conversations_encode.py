@@ -190,7 +190,7 @@ def conversations(draw: st.DrawFn) -> Conversation:
 
 
 @given(talk=conversations(), name=st.sampled_from(NAMED), bare=st.booleans())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_conversation_has_the_right_mask_and_prompts(
     tokenizer: Tokenizer, chatty: Tokenizer, talk: Conversation, name: str, bare: bool
 ) -> None:

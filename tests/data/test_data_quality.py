@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,17 +19,20 @@ RECORD = ROOT / "results" / "data-quality-x86" / "record.json"
 
 
 @pytest.fixture(scope="module")
-def study() -> ModuleType:
-    sys.path.insert(0, str(STUDY))
-    try:
-        spec = importlib.util.spec_from_file_location("data_quality_study", STUDY / "study.py")
-        assert spec is not None
-        assert spec.loader is not None
-        found = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found)
-        return found
-    finally:
-        sys.path.remove(str(STUDY))
+def study() -> Iterator[ModuleType]:
+    # It imports its neighbour by name, as a script does.
+    with pytest.MonkeyPatch.context() as imports:
+        imports.setitem(sys.modules, "dirt", _loaded("dirt", STUDY / "dirt.py"))
+        yield _loaded("data_quality_study", STUDY / "study.py")
+
+
+def _loaded(name: str, file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
 def test_the_page_and_the_picture_are_those_of_the_record(study: ModuleType) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rush.errors import DataError
 from tests.data.chat_templates import CHATML, TEMPLATES, some_messages, some_text, some_tools
 from tests.data.conftest import make_texts
 
-transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
 CONVERSATIONS = 60
 MARKS = (
     "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>",
@@ -37,6 +38,8 @@ def both(folder: Path, tokenizer: Tokenizer, template: str, bos: bool = True) ->
     """Ours and transformers', from the same files."""
     ours = Tokenizer(tokenizer.json_text, tokenizer.eos_token, "<s>" if bos else None, template)
     ours.save(folder)
+    import transformers  # takes seconds, and every worker reads this file
+
     return Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
 
 

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,28 @@ import pytest
 
 from rush.explain.page import write
 from rush.explain.records import explain
+from rush.records.explain import ExplainRecord
 from tests.explain import made_up
 from tests.report.browser import Browser, Page
 from tests.report.made_up import HOSTILE
 from tests.report.test_report_browser import CONTRAST, OVERFLOWING
 
-RECORDS = {
-    **{name: made_up.record(name, make()) for name, make in made_up.EVERY.items()},
-    "attention-oom": made_up.record("attention", made_up.attention(oom=True), device="cuda"),
-    "cpu-gpu-none": made_up.record("cpu-gpu", made_up.cpu_gpu(kind="cpu", compiler=False)),
-    "links-gpus": made_up.record("links", made_up.links(kind="cuda", gpus=4), device="cuda"),
-    "flash-attention-cpu": made_up.record("flash-attention", made_up.flash_attention(kind="cpu")),
-    "memory-gpu": made_up.record("memory", made_up.memory(kind="cuda"), device="cuda"),
-    "fusion-none": made_up.record("fusion", made_up.fusion(compiled=False), load=2.0),
-    "precision-none": made_up.record("precision", made_up.precision(half_gain=None)),
+
+def _made_up(name: str) -> ExplainRecord:
+    return made_up.record(name, made_up.EVERY[name]())
+
+
+RECORDS: dict[str, Callable[[], ExplainRecord]] = {
+    **{name: partial(_made_up, name) for name in made_up.EVERY},
+    "attention-oom": lambda: made_up.record("attention", made_up.attention(oom=True), device="cuda"),
+    "cpu-gpu-none": lambda: made_up.record("cpu-gpu", made_up.cpu_gpu(kind="cpu", compiler=False)),
+    "links-gpus": lambda: made_up.record("links", made_up.links(kind="cuda", gpus=4), device="cuda"),
+    "flash-attention-cpu": lambda: made_up.record("flash-attention", made_up.flash_attention(kind="cpu")),
+    "memory-gpu": lambda: made_up.record("memory", made_up.memory(kind="cuda"), device="cuda"),
+    "fusion-none": lambda: made_up.record("fusion", made_up.fusion(compiled=False), load=2.0),
+    "precision-none": lambda: made_up.record("precision", made_up.precision(half_gain=None)),
 }
+"""Made when they are drawn: their intervals take long, and every worker reads their names."""
 
 
 def hostile(value: Any, key: str = "") -> Any:
@@ -45,7 +53,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Set RUSH_SHOTS to a folder to keep pages and screenshots and look at them."""
     kept = os.environ.get("RUSH_SHOTS")
     folder = Path(kept) if kept else tmp_path_factory.mktemp("pages")
-    records = {**RECORDS, **{f"hostile-{name}": hostile(RECORDS[name]) for name in ("roofline", "precision-none", "fusion-none")}}  # fmt: skip
+    records = {name: make() for name, make in RECORDS.items()}
+    records |= {f"hostile-{name}": hostile(records[name]) for name in ("roofline", "precision-none", "fusion-none")}  # fmt: skip
     return {name: write(explain(record), folder / name)["report"] for name, record in records.items()}
 
 

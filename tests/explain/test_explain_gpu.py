@@ -79,10 +79,10 @@ def test_both_attentions_ran_and_memory_was_counted() -> None:
 
 
 def test_plain_attention_that_does_not_fit_is_a_result() -> None:
-    from rush.explain.attention import _row
+    from rush.explain.attention import measured_row
 
     settings = ExplainSettings(probe("cuda"), "cuda", quick=True)
-    row = _row("plain", 2**19, 16, settings)  # a score matrix of 8 TiB
+    row = measured_row("plain", 2**19, 16, settings)  # a score matrix of 8 TiB
     assert row["status"] == "out of memory", row
     assert torch.cuda.memory_allocated() < 2**33
 

@@ -310,11 +310,11 @@ def test_the_peak_of_allocations_is_the_peak() -> None:
 
 
 def test_plain_attention_needs_the_score_matrix_several_times_and_flash_not_once() -> None:
-    from rush.explain.attention import _pass, _peak
+    from rush.explain.attention import one_pass, peak_of
 
     heads, length = 4, 512
     scores = heads * length * length * 4
-    plain, flash = (_peak(_pass(way, length, heads, "cpu"), "cpu") for way in ("plain", "flash"))
+    plain, flash = (peak_of(one_pass(way, length, heads, "cpu"), "cpu") for way in ("plain", "flash"))
     assert plain is not None
     assert flash is not None
     assert plain > 2 * scores

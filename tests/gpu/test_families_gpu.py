@@ -55,13 +55,19 @@ def cudnn(form: AttentionForm) -> tuple[torch.nn.Module, Any]:
 def flex(form: AttentionForm) -> tuple[torch.nn.Module, Any]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    from rush.techniques.attention.flex_attention import DocumentMask, FlexCore, Masks, _causal, _within
+    from rush.techniques.attention.flex_attention import (
+        DocumentMask,
+        FlexCore,
+        Masks,
+        causal_mask,
+        within_documents,
+    )
 
     def mask(visible: Callable[..., Tensor]) -> Any:
         return create_block_mask(visible, None, None, LENGTH, LENGTH, device="cuda")
 
     window = form.window
-    masks = Masks(mask(_causal), None if window is None else mask(_within(window)))
+    masks = Masks(mask(causal_mask), None if window is None else mask(within_documents(window)))
     kernel = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     return FlexCore(kernel, masks, form), DocumentMask(window)
 

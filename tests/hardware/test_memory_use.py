@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import platform
 
 import pytest
@@ -38,6 +39,11 @@ def test_a_library_without_memory_for_its_workspace_is_out_of_memory(error: Base
 def test_another_error_of_a_library_is_not_out_of_memory() -> None:
     assert not out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"))
     assert not out_of_memory(ValueError("CUBLAS_STATUS_ALLOC_FAILED"))
+
+
+def test_a_file_that_cannot_be_mapped_for_want_of_memory_is_out_of_memory() -> None:
+    assert out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not out_of_memory(OSError(errno.ENOSPC, "No space left on device"))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library has no call for it")

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from rush.hub.folders import load_model
-from rush.lab.trial.starter import COMMANDS, Starter, Streams
+from rush.lab.trial.starter import Streams
+from tests.forks import shared_starter
 from tests.fresh_cache import fresh_cache
 from tests.hub.hub_server import TOKEN, Hub, running_hub
 from tests.small_recipe import write_small_recipe
@@ -60,7 +61,7 @@ def rush(hub: Hub, work: Path) -> Iterator[Rush]:
     with pytest.MonkeyPatch.context() as environment:
         for name, value in known.items():
             environment.setenv(name, value)
-        starter = Starter((*COMMANDS, "rush.hub.push"), dismantle=False)
+        starter = shared_starter(["rush.hub.push"])
 
         def run(*words: str | Path, **changes: str) -> Ended:
             codes = starter.rush([str(word) for word in words], streams, [{**known, **changes}], 120.0)

@@ -132,7 +132,7 @@ def test_a_missing_shard_is_found_before_the_others_are_downloaded(hub: Hub) -> 
     files = sharded()
     del files["model-2.safetensors"]
     hub.add("some/model", files)
-    with pytest.raises(DataError, match=r"not whole.*model-2\.safetensors"):
+    with pytest.raises(DataError, match=r"incomplete.*model-2\.safetensors"):
         local_folder("some/model")
     assert not hub.asked("model-1.safetensors")
 

@@ -24,11 +24,11 @@ import json, os, sys, time
 time.sleep = lambda seconds: None  # a client that tries again need not wait here
 from rush.data.sources import open_source, pinned_source, describe_source
 from rush.errors import RushError
-from rush.data.hub_client import _resolved
+from rush.data.hub_client import resolved
 for line in sys.stdin:
     source, environment = json.loads(line)
     os.environ.update(environment)
-    _resolved.cache_clear()
+    resolved.cache_clear()
     try:
         said = [document.text for document in open_source(source)]
         answer = {"texts": said, "pinned": pinned_source(source, (), lambda text: None), "described": describe_source(source)}

@@ -228,14 +228,14 @@ STREAMING: dict[str, Callable[[], None]] = {
     "cross_entropy_ bf16": partial(loss_over_logits, BF16, 128256),
     "linear_cross_entropy bf16": partial(head_and_loss, BF16),
     "adamw fp32": partial(update, FP32, FP32, False),
-    "adamw bf16 by chance": partial(update, BF16, BF16, True),
+    "adamw bf16 stochastic": partial(update, BF16, BF16, True),
     "adamw bf16 told": partial(update, BF16, BF16, True, told=("found_inf", "grad_scale")),
     "grad_norm fp32": partial(norm, FP32),
     "grad_norm bf16": partial(norm, BF16),
     "nf4 bf16": partial(nf4, BF16),
     "nf4 fp32": partial(nf4, FP32),
     "adamw8bit fp32": partial(update_8bit, FP32, False),
-    "adamw8bit bf16 by chance": partial(update_8bit, BF16, True),
+    "adamw8bit bf16 stochastic": partial(update_8bit, BF16, True),
 }
 """Limited by memory: every kernel but attention's, in the dtypes that matter. Rows and sizes are multiples of 16."""
 

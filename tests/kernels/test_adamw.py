@@ -1,4 +1,4 @@
-"""AdamW over a list of tensors: against float64 and torch's own, rounding by chance, and the optimizer around it."""
+"""AdamW over a list of tensors: against float64 and torch's own, stochastic rounding, and the optimizer around it."""
 
 from __future__ import annotations
 

@@ -178,6 +178,24 @@ def test_the_master_weight_is_untouched_and_gets_a_gradient_in_its_own_dtype(dev
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
+def test_a_frozen_weight_needs_no_input_and_gives_the_same_gradient(device: str, how: dict[str, Any]) -> None:
+    x, weight, dout = inputs(device, (32, 48, 16))
+    saved: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    x.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = fp8_linear(x, weight, **how)
+    (dx,) = torch.autograd.grad(out, x, dout)
+    assert tuple(weight.shape) in saved
+    assert not {(32, 48), (48, 32)} & set(saved)
+    assert torch.equal(dx, results(x, weight, dout, **how)[1])
+
+
+@pytest.mark.parametrize("how", WAYS, ids=str)
 def test_it_compiles_without_a_graph_break_and_means_the_same(
     device: str, backend: str, how: dict[str, Any], error: Callable[[Tensor, Tensor], float]
 ) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rush.errors import KernelRefusal
-from rush.kernels.gelu import _gelu, gelu, reference
+from rush.kernels.gelu import gelu, reference
 from rush.models.layers import GeluTanh
 
 CPP = True
@@ -75,7 +75,9 @@ def test_it_can_be_recomputed_and_has_the_same_bits_every_time(device: str, repe
 def test_torch_finds_the_operator_well_formed(device: str) -> None:
     x = values(device, (3, 8), torch.float32).requires_grad_()
     torch.library.opcheck(
-        _gelu, (x,), test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.ops.rush.gelu.default,
+        (x,),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 
 

@@ -292,6 +292,22 @@ def test_three_int8_matmuls_are_seen_in_a_profile(device: str) -> None:
     assert [event.name for event in profile.events() or []].count("aten::_int_mm") == 3
 
 
+def test_a_frozen_weight_needs_no_input(device: str) -> None:
+    x = torch.randn(32, 64, device=device, requires_grad=True)
+    weight = torch.randn(48, 64, device=device)
+    saved: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = int8_linear(x, weight)
+    assert sorted(saved) == [(), (48, 64)]
+    out.sum().backward()
+    assert x.grad is not None
+
+
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_int8_units_are_faster_than_bf16(device: str) -> None:

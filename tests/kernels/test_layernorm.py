@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rush.errors import KernelRefusal
-from rush.kernels.layernorm import _add_layernorm, _layernorm, add_layernorm, layernorm, reference
+from rush.kernels.layernorm import add_layernorm, layernorm, reference
 from rush.kernels.partials import sum_partials
 from rush.models.layers import LayerNorm
 
@@ -182,8 +182,14 @@ def test_sums_of_programs_are_added_up(device: str, partials: int, quantities: i
 def test_torch_finds_the_operators_well_formed(device: str) -> None:
     x, residual, weight, bias = (tensor.requires_grad_() for tensor in inputs(device, (3, 16), torch.float32))
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(_layernorm, (x, weight, bias, EPS, torch.float32), test_utils=checks)
-    torch.library.opcheck(_add_layernorm, (x, residual, weight, bias, EPS, torch.float32), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.rush.layernorm.default, (x, weight, bias, EPS, torch.float32), test_utils=checks
+    )
+    torch.library.opcheck(
+        torch.ops.rush.add_layernorm.default,
+        (x, residual, weight, bias, EPS, torch.float32),
+        test_utils=checks,
+    )
 
 
 def test_an_empty_batch_works(device: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rush.errors import KernelRefusal
-from rush.kernels.rmsnorm import _add_rmsnorm, _rmsnorm, add_rmsnorm, reference, rmsnorm
+from rush.kernels.rmsnorm import add_rmsnorm, reference, rmsnorm
 from rush.models.layers import RMSNorm
 
 EPS = 1e-5
@@ -160,8 +160,10 @@ def test_the_same_bits_every_time(device: str, repeats: int) -> None:
 def test_torch_finds_the_operators_well_formed(device: str) -> None:
     x, residual, weight = (tensor.requires_grad_() for tensor in inputs(device, (3, 16), torch.float32))
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(_rmsnorm, (x, weight, EPS, torch.float32), test_utils=checks)
-    torch.library.opcheck(_add_rmsnorm, (x, residual, weight, EPS, torch.float32), test_utils=checks)
+    torch.library.opcheck(torch.ops.rush.rmsnorm.default, (x, weight, EPS, torch.float32), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.rush.add_rmsnorm.default, (x, residual, weight, EPS, torch.float32), test_utils=checks
+    )
 
 
 def test_an_empty_batch_works(device: str) -> None:

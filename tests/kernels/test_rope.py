@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rush.errors import KernelRefusal
-from rush.kernels.rope import _rope, reference, rope
+from rush.kernels.rope import reference, rope
 from rush.models.rotary import PlainRotate, Rotary
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -139,7 +139,9 @@ def test_torch_finds_the_operator_well_formed(device: str) -> None:
     q, k, cos, sin = inputs(device, (1, 2, 1, 3, 4), torch.float32)
     given = (q.detach().requires_grad_(), k.detach().requires_grad_(), cos, sin)
     torch.library.opcheck(
-        _rope, given, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.ops.rush.rope.default,
+        given,
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 
 

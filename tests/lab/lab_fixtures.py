@@ -12,7 +12,8 @@ import pytest
 
 from rush.lab.scaling import rank_runner
 from rush.lab.trial import runner
-from rush.lab.trial.starter import COMMANDS, Starter
+from rush.lab.trial.starter import Starter
+from tests.forks import shared_starter
 from tests.fresh_cache import fresh_cache
 from tests.small_recipe import write_small_recipe
 
@@ -33,7 +34,7 @@ class Lent:
 @pytest.fixture(scope="session")
 def starter() -> Iterator[Starter]:
     """One forking process for all trials of these tests: it does nothing but its imports, and those take seconds."""
-    starter = Starter((*rank_runner.PRELOADED, *COMMANDS), dismantle=False)
+    starter = shared_starter()
     yield starter
     starter.close()
 

@@ -11,7 +11,7 @@ from rush.lab.ladder.ladder_file import Addition
 from rush.lab.parity.judge import loosest
 from rush.lab.statistics import Ratio
 from rush.lab.trial.timing import rates
-from rush.lab.trial.trial import Outcome, _judge
+from rush.lab.trial.trial import Outcome, judged_trial
 
 
 def _state(
@@ -99,7 +99,7 @@ def test_a_rung_whose_life_is_broken_is_unusable_however_fast_it_is() -> None:
 def test_a_trials_status_follows_from_how_it_ended(
     found: dict[str, Any], code: int | None, status: str, words: str
 ) -> None:
-    got, reason = _judge(found, code, 9.0, "Traceback\nValueError: planted\n")
+    got, reason = judged_trial(found, code, 9.0, "Traceback\nValueError: planted\n")
     assert got == status
     assert words in str(reason)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rush.errors import RecipeError
-from rush.lab.ladder.climb import _builds_on, worth_repeating
+from rush.lab.ladder.climb import builds_on, worth_repeating
 from rush.lab.ladder.findings import RungState
 from rush.lab.ladder.ladder_file import Addition, compose, load_ladder
 from rush.lab.trial.trial import Outcome
@@ -79,7 +79,7 @@ def _state(speed: float, over: RungState | None = None, parity: str = "equal") -
 
 def _tried(ratio: float, parity: str, keep: bool | str) -> bool:
     addition = Addition("thing", "thing", "thing", {}, keep=keep)  # type: ignore[arg-type]
-    return _builds_on(addition, _state(ratio, parity=parity), _state(1.0))
+    return builds_on(addition, _state(ratio, parity=parity), _state(1.0))
 
 
 def test_what_is_clear_after_one_process_is_not_measured_again() -> None:

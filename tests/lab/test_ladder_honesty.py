@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rush.cli.ladder_table import _caption
+from rush.cli.ladder_table import caption_of
 from rush.lab.ladder.climb import Climb, LadderProgress, climb
 from rush.lab.ladder.findings import RESTLESS
 from rush.lab.ladder.ladder_file import load_ladder
@@ -147,7 +147,7 @@ def test_the_longest_sequence_is_found_with_and_without_a_technique(
     assert plain["ended_by"] == "memory"
     assert any(point["status"] == "out_of_memory" for point in plain["tried"])
     assert all(point["sequence"] > plain["longest"] for point in plain["tried"] if point["status"] != "ok")
-    assert "the longest sequence with fused_adamw: " in str(_caption(record))
+    assert "the longest sequence with fused_adamw: " in str(caption_of(record))
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_the_table_shows_the_repeated_measurement_of_the_first_rung(
     low, high = interval
     restless = high > RESTLESS * low
     drift = {"ratio": 0.85, "ci95": interval, "flagged": flagged, "restless": restless}
-    told = _caption({"drift": drift, "sequence_limits": None})  # type: ignore[typeddict-item]
+    told = caption_of({"drift": drift, "sequence_limits": None})  # type: ignore[typeddict-item]
     assert told is not None
     assert f"-15.0 % ({100 * (low - 1):+.1f} % to {100 * (high - 1):+.1f} %), {verdict}" in told
 
@@ -241,13 +241,13 @@ def test_the_table_names_gains_from_paired_batches_and_blames_no_machine_for_une
         {"title": title, "gain": gain} for title, gain in zip(("Base", "Pad", "Pack"), gains, strict=True)
     ]
     record = {"drift": drift, "sequence_limits": None, "rungs": rungs}
-    told = _caption(record)  # type: ignore[arg-type]
+    told = caption_of(record)  # type: ignore[arg-type]
     assert told is not None
     assert "TOO UNEVEN" in told
     assert "BUSY" not in told
     assert told.endswith("computed from paired batches: Pad")
     quiet = {"drift": drift | {"ci95": [0.99, 1.01], "restless": False, "paired": 14, "uneven": False}}
-    told = _caption({**record, "rungs": rungs[:2], **quiet})  # type: ignore[typeddict-item]
+    told = caption_of({**record, "rungs": rungs[:2], **quiet})  # type: ignore[typeddict-item]
     assert told is not None
     assert "measured again on 14 paired batches: +0.0 % (-1.0 % to +1.0 %), within its interval" in told
     assert told.endswith("paired batches: all gains")

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from rush.lab.life.checks import Broken, check_repeated, check_stderr, check_whole, last_error, rounding
 from rush.lab.life.life import EVERY, Lives, short
 from rush.lab.life.logits import largest_difference
-from rush.lab.trial.starter import COMMANDS, Starter
+from rush.lab.trial.starter import Starter
 from rush.recipe import Recipe
 from rush.recipe_io import changed, load_recipe
 from rush.records.run_folder import RunFolder
+from tests.forks import shared_starter
 from tests.fresh_cache import fresh_cache
 from tests.small_recipe import write_small_recipe
 
@@ -29,7 +30,7 @@ WHOLE = tuple(part for part in EVERY if part not in ("chat", "merge", "adapter")
 
 @pytest.fixture(scope="module")
 def starter() -> Iterator[Starter]:
-    starter = Starter((PLANTED, *COMMANDS), dismantle=False)
+    starter = shared_starter([PLANTED])
     yield starter
     starter.close()
 
@@ -226,9 +227,9 @@ def test_a_line_that_helps_nobody_is_found_among_what_a_command_says(line: str) 
 
 def test_the_error_of_a_command_is_reported_and_not_the_advice_after_it() -> None:
     said = "step 1/6\ntorch._dynamo.exc.InternalTorchDynamoError: it broke\n\nSet TORCHDYNAMO_VERBOSE=1 for more\n"
-    assert last_error(said) == "torch._dynamo.exc.InternalTorchDynamoError: it broke"
-    assert last_error("one\nerror: batch.micro is 0\n") == "error: batch.micro is 0"
-    assert last_error("Killed\n") == "Killed"
+    assert last_error(said) == ("torch._dynamo.exc.InternalTorchDynamoError: it broke", None)
+    assert last_error("one\nerror: batch.micro is 0\n") == ("error: batch.micro is 0", "batch.micro is 0")
+    assert last_error("Killed\n") == ("Killed", None)
 
 
 def test_how_far_numbers_may_be_apart_goes_by_the_matmuls_of_the_techniques(recipe: Recipe) -> None:

@@ -113,7 +113,7 @@ def test_a_diverged_contender_is_a_result_and_a_lost_checkpoint_is_said(
 def test_ranks_that_miss_a_killed_one_are_tried_again_and_a_failure_of_their_own_is_not(
     codes: list[int], status: str
 ) -> None:
-    assert legs._ending(codes, "error: something", {})[0] == status
+    assert legs._ending(codes, "error: something")[0] == status
 
 
 @pytest.mark.slow

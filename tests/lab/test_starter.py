@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rush.lab.trial.starter import Starter, _run_plainly
+from rush.lab.trial.starter import Starter, run_plainly
 
 Run = Callable[[Path, Path, Path, dict[str, str], float], int | None]
 
@@ -15,7 +15,7 @@ Run = Callable[[Path, Path, Path, dict[str, str], float], int | None]
 @pytest.fixture(scope="module", params=["forked", pytest.param("plain", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     starter = Starter()
-    yield starter.run if request.param == "forked" else _run_plainly
+    yield starter.run if request.param == "forked" else run_plainly
     starter.close()
 
 
@@ -61,6 +61,6 @@ def test_a_trial_past_its_limit_is_ended_with_all_it_started(
     spec, result, log = files
     code = "import subprocess, time\nprint(subprocess.Popen(['sleep', '986']).pid, flush=True)\ntime.sleep(600)\n"
     spec.write_text(json.dumps(_technique(tmp_path, code)))
-    assert run(spec, result, log, {}, 20.0 if run is _run_plainly else 4.0) is None  # without its imports
+    assert run(spec, result, log, {}, 20.0 if run is run_plainly else 4.0) is None  # without its imports
     pid = int(log.read_text().split()[0])
     assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rush.cli.ladder_table import _caption, _row
+from rush.cli.ladder_table import caption_of, row_cells
 from rush.lab.ladder.climb import climb
 from rush.lab.ladder.ladder_file import load_ladder
 from rush.lab.life.life import LifeResult, PartResult
@@ -47,8 +47,8 @@ def test_a_rung_that_fails_outside_its_steps_is_unusable_and_the_verdict_names_w
         assert rung["parity"]["verdict"] == "equal"
         assert str(life["problem"]).startswith(f"it cannot {kind}: ")
         assert not rung["kept"]
-        assert _row(rung)[-1] == f"unusable: {str(rung['reason'])[:60]}"
-        assert str(life["problem"]) in str(_caption(record))
+        assert row_cells(rung)[-1] == f"unusable: {str(rung['reason'])[:60]}"
+        assert str(life["problem"]) in str(caption_of(record))
     assert lives["validate"] is not None
     assert "planted under no_grad" in str(lives["validate"]["problem"])
     assert "breaks" in str(lives["validate"]["problem"]), "the message names the technique"
@@ -63,7 +63,7 @@ def test_a_rung_that_fails_outside_its_steps_is_unusable_and_the_verdict_names_w
     assert last["life"] is not None
     assert last["life"]["verdict"] == "ok"
     assert [part["name"] for part in last["life"]["parts"]] == ["train", "resume"]
-    assert "2 of 6 rungs validated, sampled, saved and resumed" in str(_caption(record))
+    assert "2 of 6 rungs validated, sampled, saved and resumed" in str(caption_of(record))
     assert read_ladder(out) == record
     assert not (out / "work").exists()
     # Gone on with, only the life that is not known is tried again.
@@ -103,7 +103,7 @@ def test_records_without_lives_are_read_and_shown_as_not_lived(tmp_path: Path) -
     ladder = read_for_page(old)
     assert all(rung.life is None and rung.usable for rung in ladder.rungs)
     assert "Life: not lived." in report_page(ladder)
-    assert _caption(read_ladder(old)) is None or "resumed" not in str(_caption(read_ladder(old)))
+    assert caption_of(read_ladder(old)) is None or "resumed" not in str(caption_of(read_ladder(old)))
 
 
 def test_a_short_life_has_the_micro_batch_of_the_rung_and_fewer_layers_where_checkpoints_are_large() -> None:
@@ -125,12 +125,17 @@ def test_a_short_life_has_the_micro_batch_of_the_rung_and_fewer_layers_where_che
         (PartResult("again", "exit code -9: Loading", 1.0, -9), "not known", "killed from outside (SIGKILL)"),
         (PartResult("whole", "exit code 4: error: the checkpoint of step 2 failed with OSError: [Errno 28] No space left on "
               "device: 'x'.", 1.0, 4, disk_full=True), "not known", "no room for its checkpoints"),
-        (PartResult("whole", "exit code 4: error: the checkpoint of step 2 failed with ValueError: No space left on device", 1.0, 4, phase="save"),
+        (PartResult("whole", "exit code 4: error: the checkpoint of step 2 failed with ValueError: No space left on device", 1.0, 4, phase="save",
+              message="the checkpoint of step 2 failed with ValueError: No space left on device."),
          "broken", "it cannot save: "),
-        (PartResult("whole", "exit code 5: error: the loss of step 3 is not finite.", 1.0, 5), "not known", "the loss of step 3"),
+        (PartResult("whole", "exit code 5: error: the loss of step 3 is not finite.", 1.0, 5, message="the loss of step 3 is not finite."), "not known", "the loss of step 3"),
         (PartResult("whole", "exit code 2: error: batch.micro is too large.", 1.0, 2), "not known", "its short schedule could not"),
-        (PartResult("again", "exit code 2: error: the technique x changed.", 1.0, 2), "broken", "it cannot resume: the technique"),
-        (PartResult("whole", "exit code 4: error: the checkpoint of step 2 failed with KeyError: 'x'. The full log is /a/b.", 1.0, 4, phase="save"),
+        (PartResult("whole", "exit code 2: error: the validation after step 2 failed: no rows of 17.", 1.0, 2, phase="validation",
+              message="the validation after step 2 failed: no rows of 17."),
+          "broken", "it cannot validate: the validation after step 2 failed: no rows of 17."),
+        (PartResult("again", "exit code 2: error: the technique x changed.", 1.0, 2, message="the technique x changed."), "broken", "it cannot resume: the technique"),
+        (PartResult("whole", "exit code 4: error: the checkpoint of step 2 failed with KeyError: 'x'. The full log is /a/b.", 1.0, 4, phase="save",
+              message="the checkpoint of step 2 failed with KeyError: 'x'."),
          "broken", "it cannot save: the checkpoint of step 2 failed with KeyError: 'x'."),
         (PartResult("whole", "validations after the steps [4], due after [2, 4]", 1.0, phase="validation"), "broken", "it cannot validate: "),
         (PartResult("whole", "exit code -11: no output", 1.0, -11), "broken", "it cannot be trained with: exit code -11"),

@@ -11,7 +11,7 @@ import torch
 
 from rush import kernels
 from rush.files import cache_folder
-from rush.lab.trial.starter import COMMANDS, Starter
+from tests.forks import shared_starter
 from tests.fresh_cache import fresh_cache
 from tests.lives.living import Living
 from tests.lives.small import write_data
@@ -67,9 +67,9 @@ def _living(
         write_data(folder / "data").rename(session / "data")
     # Where there is a GPU they ask for it when they are imported, which a process that forks must not.
     libraries = [] if torch.cuda.is_available() else [name for name in LIBRARIES if find_spec(name)]
-    plain = (*preloaded, *COMMANDS, *libraries)
+    plain = (*preloaded, *libraries)
     interpreted = ("tests.quick_interpreter", *plain, *KERNELS)
-    starters = Starter(plain, dismantle=False), Starter(interpreted, dismantle=False)
+    starters = shared_starter(plain), shared_starter(interpreted)
     yield Living(starters, folder, session / "data", environment, shallow)
     for starter in starters:
         starter.close()

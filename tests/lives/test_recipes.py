@@ -2,7 +2,7 @@
 
 A new file in `recipes/` is included by being there. Recipes that differ in nothing but their size live one life here, which is
 named after all of them. What compiles has one layer here, its graphs are traced and interpreted (`quick_compiler.py`), and it
-is not trained a third time; nor is it killed and resumed, if another has all its techniques and is. In `make test-all` it has two
+is not trained a third time; nor is it killed, resumed, evaluated and exported, if another has all its techniques and is. In `make test-all` it has two
 layers, compiled, and all of it. What this machine cannot run stands in the name of the test.
 """
 
@@ -20,6 +20,7 @@ from rush.lab.trial.starter import COMMANDS, Starter
 from rush.models import SIZES
 from rush.ready import RECIPES
 from rush.recipe_io import changed
+from rush.techniques.api.rounding import trains_adapters
 from tests.lives.living import Living
 from tests.lives.ready_recipes import FEW, Lived, LocalData, as_far_as_it_runs, as_published, small
 
@@ -27,6 +28,8 @@ INTERPRETED = ("TRITON_INTERPRET", "1")
 """With it our Triton kernels run on a CPU, slowly; each kernel asks when it is defined, so the forking process needs it."""
 LIMIT_S = 600.0
 """Of a command: a C++ compiler on busy cores."""
+FEWER = {"schedule.steps": 3, "run.save_every": 1}
+"""The same events in three steps, where each goes through interpreted graphs and kernels."""
 NEEDS_CUDA = {"cudnn_attention", "pin_memory"}
 
 
@@ -63,18 +66,27 @@ def _names(lived: Lived) -> set[str]:
 
 
 def _parts(lived: Lived, others: list[Lived]) -> list[str]:
-    """All parts; of what compiles no third training, and no kill where one of the `others` that is killed has its techniques."""
+    """All parts; of what compiles no third training. Nor is it killed and resumed, where one of the `others` that is has all its
+    techniques; and if that is of its family and objective, with adapters or without as this is, it is not evaluated and exported,
+    too."""
     if not _compiles(lived):
         return list(EVERY)
     place = others.index(lived)
-    resumed = any(
-        _names(lived) < _names(other) or (_names(lived) == _names(other) and others.index(other) < place)
+    have = [
+        other
         for other in others
-        if other.recipe.shape().family == lived.recipe.shape().family
-        and other.recipe.objective.kind == lived.recipe.objective.kind
-    )
-    trained = ["whole"] if resumed else ["train", "resume"]
+        if _names(lived) < _names(other) or (_names(lived) == _names(other) and others.index(other) < place)
+    ]
+    trained = ["whole"] if have else ["train", "resume"]
+    if any(_kind(other) == _kind(lived) for other in have):
+        return [*trained, "generate"]
     return [*trained, *(part for part in EVERY if part not in ("train", "resume", "repeat"))]
+
+
+def _kind(lived: Lived) -> tuple[str, str, bool]:
+    """What decides, with the techniques, what commands do with a trained recipe."""
+    recipe = lived.recipe
+    return recipe.shape().family, recipe.objective.kind, trains_adapters(recipe)
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +130,10 @@ def test_a_ready_recipe_lives_a_whole_life(
     environment: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    recipe = changed(lived.recipe, {"model.shape.num_layers": 1}) if _compiles(lived) else lived.recipe
-    life = Lives(starter, tmp_path, environment, LIMIT_S).live(short(data.of(recipe), **FEW), parts)
+    compiled = _compiles(lived)
+    recipe = changed(lived.recipe, {"model.shape.num_layers": 1}) if compiled else lived.recipe
+    steps = {**FEW, **(FEWER if compiled else {})}
+    life = Lives(starter, tmp_path, environment, LIMIT_S).live(short(data.of(recipe), **steps), parts)
     assert life.problem is None
 
 
@@ -161,11 +175,12 @@ def test_a_recipe_that_compiles_lives_with_inductor(
     assert life.problem is None
 
 
+@pytest.mark.parametrize("parts", [("whole",), pytest.param(("train", "resume"), marks=pytest.mark.slow)])
 def test_a_recipe_lives_in_processes_that_import_everything_themselves(
-    data: LocalData, environment: dict[str, str], tmp_path: Path
+    parts: tuple[str, ...], data: LocalData, environment: dict[str, str], tmp_path: Path
 ) -> None:
     recipe = short(data.of(next(lived.recipe for lived in READY if lived.name == "tiny")), **FEW)
-    life = Lives(Starter(fork=False), tmp_path, environment).live(recipe, ("train", "resume"))
+    life = Lives(Starter(fork=False), tmp_path, environment).live(recipe, parts)
     assert life.problem is None
 
 

@@ -20,6 +20,10 @@ from rush.models.quantized_formats import Form
 TOKENS, INPUTS, OUTPUTS, RANKS = 40, 128, (192, 64, 64), (4, 8, 4)
 SCALE = 3.0  # no power of two: where it is applied shows in the last bits
 NF4, INT8 = Form("nf4", "bitsandbytes"), Form("int8", "bitsandbytes")
+COMPILERS = pytest.mark.parametrize(
+    "backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+"""Graphs are traced, differentiated and partitioned; what Inductor's C++ makes of them takes a compiler ten seconds."""
 
 
 def layers_of(
@@ -114,9 +118,10 @@ def test_outputs_and_gradients_are_those_of_the_formula_out_of_place(
         pytest.param(3, NF4, marks=pytest.mark.slow, id="3-nf4"),
     ],
 )
-def test_compiled_it_is_one_graph_and_bit_identical(count: int, form: Form | None) -> None:
+@COMPILERS
+def test_compiled_it_is_one_graph_and_bit_identical(count: int, form: Form | None, backend: str) -> None:
     layers, x = layers_of(count, torch.float32, form=form), input_of(torch.float32)
-    compiled = torch.compile(lambda x: ours(x, layers), fullgraph=True)
+    compiled = torch.compile(lambda x: ours(x, layers), fullgraph=True, backend=backend)
     got, wanted = compiled(x), ours(x, layers)
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
     same(gradients(got, x, layers), gradients(wanted, x, layers), 1e-6)
@@ -225,15 +230,18 @@ def test_under_autocast_the_result_is_that_of_bf16_weights() -> None:
     same(got, wanted, 2**-8)
 
 
+@COMPILERS
 @pytest.mark.parametrize("form", [None, pytest.param(INT8, marks=pytest.mark.slow)], ids=["plain", "int8"])
-def test_recomputed_and_compiled_the_last_layer_needs_only_its_low_rank_matmul(form: Form | None) -> None:
+def test_recomputed_and_compiled_the_last_layer_needs_only_its_low_rank_matmul(
+    form: Form | None, backend: str
+) -> None:
     """A block's last output is of no use to its own backward pass. In Llama's that is a quarter of the recomputation."""
     (layer,), x = layers_of(1, torch.float32, form=form), input_of(torch.float32)
 
     def block(x: Tensor) -> Tensor:
         return ours(ours(x, [layer])[0][..., :INPUTS].sin(), [layer])[0]
 
-    @torch.compile(fullgraph=True)
+    @torch.compile(fullgraph=True, backend=backend)
     def checkpointed(x: Tensor) -> Tensor:
         out: Tensor = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
         return out

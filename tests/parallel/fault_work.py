@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,7 +15,8 @@ from typing import Any
 import torch
 
 from rush.parallel import rendezvous
-from tests.parallel.rank_work import _import_once, free_port
+from tests.forks import Process
+from tests.parallel.rank_work import PRELOADED, free_port
 
 LIMIT_S = 120.0
 
@@ -51,26 +51,23 @@ def train(
 
     A rank that never comes and is not found out is killed here, and has the code -9.
     """
-    context = multiprocessing.get_context("forkserver")
-    _import_once(context)
     surroundings = {"MASTER_PORT": str(free_port()), **(more or {})}
     log.write_text("")
-    imported = context.Process(target=time.sleep, args=(0,))
-    imported.start()
-    imported.join()  # from here on it is the ranks that take time
-    began = time.monotonic()
     processes = []
     for rank in range(world):
         said = [str(word) for word in (words_of or {}).get(rank, words)]
-        process = context.Process(target=_rank, args=(rank, world, surroundings, said, fault, str(log)))
+        rest = (rank, world, surroundings, said, fault, str(log))
+        processes.append(Process(_rank, *rest, preloaded=PRELOADED, run=False))
+    began = time.monotonic()
+    for process in processes:
         process.start()
-        processes.append(process)
     for process in processes:
         process.join(max(0.0, began + limit_s - time.monotonic()))
     seconds = time.monotonic() - began
     for process in processes:
         process.kill()
         process.join()
+        process.line.close()
     return Ended([int(process.exitcode or 0) for process in processes], log.read_text(), seconds)
 
 

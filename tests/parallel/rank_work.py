@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from pkgutil import walk_packages
 from types import SimpleNamespace
@@ -21,6 +17,7 @@ import numpy as np
 import torch
 
 import rush.techniques
+from tests.forks import Process
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240.0
@@ -41,59 +38,38 @@ Result = dict[str, Any]
 
 def on_ranks(num_ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     """`work(*arguments)` in `num_ranks` new processes, which find each other as under torchrun; what each returned."""
-    context = multiprocessing.get_context("forkserver")
-    _import_once(context)
     port = free_port()
-    ends: list[Connection] = []
-    processes = []
-    for rank in range(num_ranks):
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(rank, num_ranks, port, there, work, arguments))
-        process.start()
-        there.close()
-        ends.append(here)
-        processes.append(process)
+    processes = [
+        Process(_rank, rank, num_ranks, port, work, arguments, preloaded=PRELOADED)
+        for rank in range(num_ranks)
+    ]
     try:
-        return _answers(ends)
+        return _answers(processes)
     finally:
         for process in processes:
             process.kill()
             process.join()
+            process.line.close()
 
 
-def _import_once(context: Any) -> None:
-    """Let a process that does nothing else import everything; ranks are its forks. It finds modules by its environment."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    context.set_forkserver_preload(PRELOADED)
-    try:
-        forkserver.ensure_running()
-    finally:
-        del os.environ["PYTHONPATH"]
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
-
-
-def _answers(ends: list[Connection]) -> list[Any]:
+def _answers(processes: list[Process]) -> list[Any]:
     found: dict[int, Any] = {}
     deadline = time.monotonic() + LIMIT_S
-    while len(found) < len(ends):
-        left = [end for rank, end in enumerate(ends) if rank not in found]
+    while len(found) < len(processes):
+        left = [process.line for rank, process in enumerate(processes) if rank not in found]
         ready = wait(left, max(0.0, deadline - time.monotonic()))
         assert ready, (
-            f"ranks {[r for r in range(len(ends)) if r not in found]} did not answer in {LIMIT_S:g} s"
+            f"ranks {[r for r in range(len(processes)) if r not in found]} did not answer in {LIMIT_S:g} s"
         )
-        for end in ready:
-            rank = ends.index(end)  # type: ignore[arg-type]
-            kind, answer = end.recv()  # type: ignore[union-attr]
-            assert kind == "ok", f"rank {rank} failed:\n{answer}"
-            found[rank] = answer
-    return [found[rank] for rank in range(len(ends))]
+        for rank, process in enumerate(processes):
+            if process.line in ready:
+                succeeded, answer = process.tell("answer")
+                assert succeeded, f"rank {rank} failed:\n{answer}"
+                found[rank] = answer
+    return [found[rank] for rank in range(len(processes))]
 
 
-def _rank(
-    rank: int, world: int, port: int, end: Connection, work: Callable[..., Any], arguments: Any
-) -> None:
+def _rank(rank: int, world: int, port: int, work: Callable[..., Any], arguments: Any) -> Any:
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),
@@ -104,10 +80,7 @@ def _rank(
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
     )
-    try:
-        end.send(("ok", work(*arguments)))
-    except BaseException:
-        end.send(("failed", traceback.format_exc()))
+    return work(*arguments)
 
 
 def sharing_a_gpu(work: Callable[..., Any], *arguments: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 from rush.errors import RankLost, RecipeError
 from rush.parallel import launching
 from rush.parallel.launching import launch
-from rush.parallel.replica_check import _describe
+from rush.parallel.replica_check import describe
 from rush.recipe_io import load_recipe
 from rush.training.fewer_ranks import changes, fewer_ranks, shrunk
 from tests.fresh_cache import fresh_cache
@@ -103,8 +103,8 @@ def test_a_flipped_bit_on_one_rank_stops_the_run_and_is_not_saved(recipe: Path, 
 
 
 def test_of_three_replicas_the_odd_one_is_named() -> None:
-    assert "rank 2 holds other bits than the 3 others of w." in _describe(7, "w", {0: 5, 1: 5, 2: 6, 3: 5}, 1)
-    assert "ranks 0, 3 hold other bits than the 3 others of w, and 1 more" in _describe(
+    assert "rank 2 holds other bits than the 3 others of w." in describe(7, "w", {0: 5, 1: 5, 2: 6, 3: 5}, 1)
+    assert "ranks 0, 3 hold other bits than the 3 others of w, and 1 more" in describe(
         7, "w", {0: 5, 1: 6, 2: 6, 3: 7, 4: 6}, 2
     )
 

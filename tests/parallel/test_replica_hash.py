@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rush.parallel.replica_check import _row
+from rush.parallel.replica_check import row_of
 
 
 def number(tensor: torch.Tensor) -> int:
-    return int(_row(7, tensor)[1])
+    return int(row_of(7, tensor)[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])

@@ -17,12 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rush.cli.train import _start_ranks
+from rush.cli.train import start_ranks
 from rush.errors import RecipeError
 from rush.hub.folders import read_weights
 from rush.recipe_io import load_recipe
-from rush.training.loop import _resumed_recipe, train_recipe
+from rush.training.loop import resumed_recipe, train_recipe
 from tests.fresh_cache import fresh_cache
+from tests.parallel.fault_work import train
 from tests.training.small_runs import ROOT, environment, rows, rush, small_recipe, write_corpus
 
 Run = subprocess.Popen[str]
@@ -95,9 +96,14 @@ def test_two_ranks_write_one_run_that_one_rank_resumes(
     monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
     train_recipe(load_recipe(str(recipe)), tmp_path / "one")
     out = tmp_path / "two"
-    done = rush("train", recipe, f"layout.{axis}=2", "--nproc", "2", "--out", out, cache=tmp_path / "cache")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Done at step 8") == 1, "rank 0 alone speaks"
+    # Ranks that a launcher starts are in the test of stopping, below.
+    ended = train(
+        [recipe, f"layout.{axis}=2", "--out", out],
+        tmp_path / "log",
+        more={"RUSH_CACHE": str(tmp_path / "cache")},
+    )
+    assert ended.codes == [0, 0], ended.said
+    assert ended.said.count("Done at step 8") == 1, "rank 0 alone speaks"
     same(rows(out), rows(tmp_path / "one"))
     assert rows(out, "samples.jsonl") == rows(tmp_path / "one", "samples.jsonl")
     # The last checkpoint is taken away; one rank goes on where two were, and ends where one would have.
@@ -162,7 +168,7 @@ def test_what_ranks_cannot_do_is_refused_before_any_is_started(
 ) -> None:
     monkeypatch.setattr("rush.parallel.launching.launch", lambda *_, **__: pytest.fail("ranks were started"))
     with pytest.raises(RecipeError, match=said):
-        _start_ranks(nproc, 0, str(recipe), [change], tmp_path / "out", resume=False, json=False)
+        start_ranks(nproc, 0, str(recipe), [change], tmp_path / "out", resume=False, json=False)
 
 
 @pytest.mark.slow
@@ -232,16 +238,16 @@ def test_nobody_is_left_behind_a_killed_process(
 
 def test_a_run_resumes_with_another_layout_only_if_a_step_stays_what_it_was(recipe: Path) -> None:
     stored = load_recipe(str(recipe))
-    assert _resumed_recipe(stored, load_recipe(str(recipe), ["layout.ddp=2"])).layout.ddp == 2
+    assert resumed_recipe(stored, load_recipe(str(recipe), ["layout.ddp=2"])).layout.ddp == 2
     with pytest.raises(
         RecipeError, match=r"another recipe \(optimizer\.lr: .* → 0\.5\), which a resumed run may not change"
     ):
-        _resumed_recipe(stored, load_recipe(str(recipe), ["optimizer.lr=0.5", "run.keep=7"]))
+        resumed_recipe(stored, load_recipe(str(recipe), ["optimizer.lr=0.5", "run.keep=7"]))
     without = recipe.read_text().replace("total_tokens = 64\n", "")
     assert without != recipe.read_text()
     recipe.write_text(without)
     with pytest.raises(RecipeError, match="a step of the run was 32 tokens, with this layout it would be 64"):
-        _resumed_recipe(load_recipe(str(recipe)), load_recipe(str(recipe), ["layout.fsdp=2"]))
+        resumed_recipe(load_recipe(str(recipe)), load_recipe(str(recipe), ["layout.fsdp=2"]))
 
 
 @pytest.mark.slow

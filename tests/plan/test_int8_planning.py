@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rush.plan.effects import WORK
-from rush.plan.layout_search import _can_add, search
-from rush.plan.memory import _working
+from rush.plan.layout_search import can_add, search
+from rush.plan.memory import working_bytes
 from rush.plan.planning import plan, unmet
 from rush.plan.spec import Spec, matmul_dtypes_of, spec_of
 from rush.plan.target import DERATING, target_of
@@ -60,7 +60,7 @@ def test_the_blocks_are_in_int8_and_the_lm_head_in_16_bits() -> None:
 
 
 def test_int32_results_take_memory_beside_the_wide_gradients() -> None:
-    assert _working(spec(INT8)) - _working(spec()) == 4 * spec().shape.intermediate
+    assert working_bytes(spec(INT8)) - working_bytes(spec()) == 4 * spec().shape.intermediate
 
 
 def test_a_search_tries_it_on_an_a100_and_says_what_it_loses_and_fp8_does_not_run_there() -> None:
@@ -72,7 +72,7 @@ def test_a_search_tries_it_on_an_a100_and_says_what_it_loses_and_fp8_does_not_ru
 
 def test_a_search_tries_it_beside_fp8_only_where_its_units_are_faster() -> None:
     tried = {
-        machine: {name for name in ("fp8", "int8_matmul") if _can_add(name, {"compile"}, target_of(machine))}
+        machine: {name for name in ("fp8", "int8_matmul") if can_add(name, {"compile"}, target_of(machine))}
         for machine in ("v100-32-sxm", "a100-80-sxm", "l40s", "h100-sxm", "4090", "5090")
     }
     both = {"fp8", "int8_matmul"}
@@ -84,7 +84,7 @@ def test_a_search_tries_it_beside_fp8_only_where_its_units_are_faster() -> None:
         "4090": both,
         "5090": both,
     }
-    assert not _can_add("int8_matmul", set(), target_of("a100-80-sxm")), "without a compiler"
+    assert not can_add("int8_matmul", set(), target_of("a100-80-sxm")), "without a compiler"
 
 
 def test_a_plan_for_an_older_gpu_names_what_is_missing() -> None:

@@ -461,4 +461,4 @@ def test_the_fastest_plan_is_written_as_a_recipe_that_is_planned_alike(tmp_path:
     )
     refused = CliRunner().invoke(app, [*words, "--out", str(out)])
     assert isinstance(refused.exception, RecipeError)
-    assert "is there already" in str(refused.exception)
+    assert "already exists" in str(refused.exception)

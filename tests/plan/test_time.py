@@ -16,7 +16,7 @@ from rush.hardware.launch_rate import OperationCount
 from rush.models import count_parameters
 from rush.plan.adapter_time import adapters_time, dequantize_time
 from rush.plan.attention_time import FORWARD, attention_time
-from rush.plan.calibration import _as_timed, _launching, calibrate, calibration_split
+from rush.plan.calibration import as_timed, calibrate, calibration_split, fitted_launching
 from rush.plan.check import ErrorRow, ErrorSummary, check, other_splits
 from rush.plan.communication import NETWORK, bandwidth, ring
 from rush.plan.effects import attention_kernels
@@ -27,7 +27,7 @@ from rush.plan.planning import plan
 from rush.plan.published_runs import read_published
 from rush.plan.spec import Spec, spec_of, weights_of
 from rush.plan.target import target_of
-from rush.plan.time import _overlapped, time_of, tokens_per_s
+from rush.plan.time import overlapped, time_of, tokens_per_s
 from rush.recipe_io import load_recipe
 from rush.training.build import build
 from rush.training.step import train_step
@@ -297,7 +297,7 @@ def test_launching_is_learned_from_steps_that_wait_for_it_with_a_probe_and_witho
         for case in profiled[::3]:
             target = replace(case.target, launch_s=launch_s)
             made_up.append(replace(case, target=target, step_s=time_of(case.spec, target, truth).step))
-        found = _launching(made_up, DEFAULT)
+        found = fitted_launching(made_up, DEFAULT)
         assert found == pytest.approx(factor, rel=0.03)
 
 
@@ -429,10 +429,10 @@ def test_a_captured_graph_accumulates_into_static_gradients_and_a_single_pass_do
 
 
 def test_host_and_device_overlapped_take_the_longer_and_a_tenth_more_where_both_are_alike() -> None:
-    assert _overlapped(1.0, 1.0) == pytest.approx(1.09, abs=0.005)
-    assert _overlapped(0.5, 1.0) == pytest.approx(_overlapped(1.0, 0.5))
-    assert 1.0 <= _overlapped(0.5, 1.0) < 1.001
-    assert _overlapped(0.0, 0.0) == 0.0
+    assert overlapped(1.0, 1.0) == pytest.approx(1.09, abs=0.005)
+    assert overlapped(0.5, 1.0) == pytest.approx(overlapped(1.0, 0.5))
+    assert 1.0 <= overlapped(0.5, 1.0) < 1.001
+    assert overlapped(0.0, 0.0) == 0.0
 
 
 def test_plain_attention_is_bound_by_its_scores_and_a_kernel_by_flops() -> None:
@@ -454,9 +454,9 @@ def test_a_profile_is_scaled_to_the_timed_steps_only_if_the_device_is_the_bound(
     named = {f"{case.study} {case.name}": case for case in cases if case.breakdown_s}
     sure = named["models-lora-h200 lora"]
     time = time_of(sure.spec, sure.target)
-    stretched = _as_timed(sure, time).breakdown_s
+    stretched = as_timed(sure, time).breakdown_s
     ran = sum(seconds for part, seconds in stretched.items() if part not in ("idle", "data"))
     assert ran + time.parts["other"] == pytest.approx(sure.step_s)
     waiting = named["llama-3.2-1b-h200 flash_attention"]
     assert waiting.waits
-    assert _as_timed(waiting, time_of(waiting.spec, waiting.target)) is waiting
+    assert as_timed(waiting, time_of(waiting.spec, waiting.target)) is waiting

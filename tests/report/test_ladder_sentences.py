@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rush.cli.compare import _cell
-from rush.cli.ladder_table import _caption
+from rush.cli.compare import cell
+from rush.cli.ladder_table import caption_of
 from rush.records.gains import judged_again
 from rush.report import claims, headlines
 from rush.report.ladder import (
@@ -159,7 +159,7 @@ def test_a_rung_that_was_equal_once_is_not_credited_on_the_page_or_in_the_termin
     assert fell
     for at in fell:
         assert recorded[at]["parity"]["verdict"] != "equal" or not headlines.learns_the_same(view.rungs[at])
-        assert "equal and" not in _cell(recorded[at])
+        assert "equal and" not in cell(recorded[at])
     best = headlines.credited(view)
     assert best is None or best.index - 1 not in fell
 
@@ -269,8 +269,8 @@ def test_a_disturbed_process_is_told_on_the_page_and_in_the_terminal(tmp_path: P
         "disturbed": {"process": 1, "ratio": 0.6, "again": 1},
     }
     record: Any = {"drift": None, "sequence_limits": None, "rungs": [row]}
-    assert _caption(record) == "Base: one process was disturbed (0.60 of the others), measured again"
-    assert _caption({**record, "rungs": [{**row, "disturbed": None}]}) is None
+    assert caption_of(record) == "Base: one process was disturbed (0.60 of the others), measured again"
+    assert caption_of({**record, "rungs": [{**row, "disturbed": None}]}) is None
 
 
 @pytest.mark.parametrize(
@@ -291,15 +291,15 @@ def test_how_long_it_took_is_never_less_than_its_steps(more: dict[str, Any], sai
 
 
 @pytest.mark.parametrize(
-    ("interval", "cell"),
+    ("interval", "said"),
     [([1.1, 1.3], "900 tokens/s ×1.20, equal and faster"), ([0.9, 1.6], "900 tokens/s, cannot tell")],
 )
 def test_the_terminals_comparison_shows_a_gain_only_where_it_is_real(
-    interval: list[float], cell: str
+    interval: list[float], said: str
 ) -> None:
     gain = {"ratio": 1.2, "ci95": interval}
     row: Any = {"tokens_per_s": {"median": 900.0}, "total_gain": gain, "gain": gain, "verdict": "no gain"}
-    assert _cell(row) == cell
+    assert cell(row) == said
 
 
 @pytest.mark.parametrize(
@@ -328,9 +328,9 @@ def test_what_cannot_run_here_is_named_once_and_apart() -> None:
     assert page.count('class="rung"') == 2
     assert "cannot run here" not in report_page(ladder(BASE, rung(2, "equal and faster", 1500, UP)))
     record = json.loads((RESULTS / "ladder-tiny-x86" / "ladder.json").read_text())
-    assert not any("cannot run here" in line for line in (_caption(record) or "").splitlines())
+    assert not any("cannot run here" in line for line in (caption_of(record) or "").splitlines())
     record["rungs"][3] |= {"verdict": "unsupported", "title": "our attention"}
-    assert (_caption(record) or "").splitlines()[0] == "cannot run here: our attention"
+    assert (caption_of(record) or "").splitlines()[0] == "cannot run here: our attention"
 
 
 CLIMBED = ClaimView("tokens_per_s", 0.4, "somewhere", "someone")

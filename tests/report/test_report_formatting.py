@@ -73,3 +73,19 @@ def test_times_are_shown_in_utc_and_other_text_unchanged() -> None:
     assert formatting.elapsed("2026-01-02T09:00:00+00:00", "2026-01-02T09:47:12+00:00") == "47 min 12 s"
     assert formatting.elapsed("2026-01-02T09:00:00+00:00", None) is None
     assert formatting.elapsed("2026-01-02T09:00:00+00:00", "2026-01-01T09:00:00+00:00") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("the same bits over 10 steps", "The same bits over 10 steps."),
+        ("Equal.", "Equal."),
+        ("blocks.0.attention.q.weight is off", "blocks.0.attention.q.weight is off."),
+    ],
+)
+def test_words_become_a_sentence_and_names_keep_their_letters(words: str, expected: str) -> None:
+    assert formatting.sentence(words) == expected
+
+
+def test_a_long_name_may_be_broken_at_its_bracket_and_stays_text() -> None:
+    assert formatting.breakable("adam8bit(backend=<b>,x=1)") == "adam8bit(<wbr>backend=&lt;b&gt;,<wbr>x=1)"

@@ -140,7 +140,8 @@ def test_nothing_can_load_and_nothing_acts_from_an_attribute(
 
 
 def test_hostile_strings_make_no_element_and_stay_readable(page: str, hostile: str) -> None:
-    assert {name for name, _ in Reader(hostile).elements} <= {name for name, _ in Reader(page).elements}
+    ours = {name for name, _ in Reader(page).elements} | {"wbr"}  # where a long name may be broken
+    assert {name for name, _ in Reader(hostile).elements} <= ours
     text = "".join(Reader(hostile).text)
     assert text.count(made_up.HOSTILE) > 100
     assert "49" not in re.findall(r"onerror=alert\(1\)>[^{]{0,4}(.{2})", text), (

@@ -11,7 +11,7 @@ import pytest
 from rush.errors import DataError
 from rush.records.race import check_race, read_race
 from rush.report.race import race_html, race_page
-from rush.report.race_words import headline, more_words, warnings
+from rush.report.race_words import gap_words, headline, more_words, warnings
 from rush.report.redraw import page_of
 from tests.report import made_up_race
 from tests.report.browser import Browser
@@ -77,7 +77,14 @@ def test_per_cent_of_steps_in_words() -> None:
         more_words({"ratio": 0.97, "ci95": None, "samples": [0.97]}) == "3.0\N{NO-BREAK SPACE}% fewer tokens"
     )
     assert more_words({"ratio": 0.97, "ci95": [0.96, 1.01], "samples": [0.97]}).endswith("(−1.0 to 4.0)")
-    assert more_words({"ratio": 1.0, "ci95": [1.0, 1.0], "samples": [1.0]}) == "the same tokens (0.0 to 0.0)"
+    assert more_words({"ratio": 1.0, "ci95": [1.0, 1.0], "samples": [1.0]}) == "the same tokens"
+    assert (
+        more_words({"ratio": 1.0, "ci95": [0.97, 1.04], "samples": [1.0]}) == "the same tokens (−3.0 to 4.0)"
+    )
+    assert (
+        gap_words({"gap": -1e-6, "ci95": [-2e-6, 0.0], "relative": -1e-7, "samples": []})
+        == "+0.0000 (+0.0000 to +0.0000), +0.00\N{NO-BREAK SPACE}%"
+    )
 
 
 def test_a_notebook_and_the_committed_race_show_themselves(tmp_path: Path) -> None:

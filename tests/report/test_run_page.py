@@ -138,6 +138,11 @@ def test_a_folder_without_steps_is_one_sentence(tmp_path: Path) -> None:
 def test_one_step_and_values_far_apart_can_be_drawn(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "one", rows=1, steps=10)
     redraw(folder, tmp_path / "one.html")
+    drawn = (tmp_path / "one.html").read_text()
+    assert 'class="curve series-1 line" d="M46' not in drawn  # no line of one point,
+    assert (
+        drawn.count("<title>training, smoothed") == 6
+    )  # but its mark, over steps, tokens and time, wide and narrow
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "loss": -1e90, "lr": 0, "grad_norm": 1e-90, "tokens_per_s": 1e90}\n')
     redraw(folder, tmp_path / "far.html")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rush.cli.compare import _run_words
-from rush.report.compare_runs import _against, compare_runs, run_comparison_page
+from rush.cli.compare import run_words
+from rush.report.compare_runs import compare_runs, run_comparison_page, words_against
 from rush.report.documents import documents_page
 from rush.report.run_page import run_page
 from rush.report.run_view import RunView, SampleView, headline, read_run, warnings
@@ -60,9 +60,25 @@ def test_the_command_of_an_interrupted_run_can_be_typed(tmp_path: Path) -> None:
 
 def test_a_failure_names_its_phase_and_techniques_only_where_they_are_recorded(tmp_path: Path) -> None:
     run = replace(_run(tmp_path / "run"), status="failed")
-    assert "failed (a step);" in warnings(run)[0]
+    assert warnings(run)[0] == "The run failed (a step)."
+    (run.folder / "failure.log").write_text("Traceback")
+    assert warnings(run)[0] == "The run failed (a step); failure.log in its folder has the traceback."
+    late = replace(run, failure={"phase": "step", "step": 7})
+    assert "failed (step 7);" in warnings(late)[0]
     blamed = replace(run, failure={"phase": "save", "techniques": ["compile", 3]})
     assert "failed (save; on the stack: compile" in warnings(blamed)[0]
+
+
+def test_a_run_that_diverged_is_told_so_and_that_no_traceback_is_anywhere(tmp_path: Path) -> None:
+    run = replace(_run(tmp_path / "run"), status="failed")
+    (told,) = warnings(replace(run, failure={"error": "Diverged", "phase": "step", "step": 2}))
+    assert told.startswith("The run diverged at step 2: ")
+    assert "failure.log" not in told
+    (told,) = warnings(replace(run, failure={"error": "Drifted", "phase": "replicas", "step": 100}))
+    assert "replicas held different weights" in told
+    assert "at step 100" in told
+    (told,) = warnings(replace(run, failure={"error": "CannotWrite", "phase": "save", "step": 5}))
+    assert told == "The run failed (save, step 5)."
 
 
 def test_losses_are_in_the_headline_only_where_they_were_recorded(tmp_path: Path) -> None:
@@ -120,22 +136,22 @@ def _pair(tmp_path: Path, rates: tuple[float, float] = (1.0, 2.0)) -> list[Path]
 
 def test_sooner_and_later_are_what_the_times_say(tmp_path: Path) -> None:
     slow, fast = compare_runs(_pair(tmp_path)).runs
-    assert _against(slow, fast).endswith(" sooner")
-    assert _against(fast, slow).endswith(" later")
-    assert _against(slow, slow) == ""
-    assert _against(replace(slow, reached=None), fast) == ""
+    assert words_against(slow, fast).endswith(" sooner")
+    assert words_against(fast, slow).endswith(" later")
+    assert words_against(slow, slow) == ""
+    assert words_against(replace(slow, reached=None), fast) == ""
 
 
 def test_recipes_are_the_same_only_where_both_can_be_read(tmp_path: Path) -> None:
     folders = _pair(tmp_path)
     found = compare_runs(folders)
     assert "None: all runs have the same recipe." in run_comparison_page(found)
-    assert _run_words(found)[-1].endswith("None: all runs have the same recipe.")
+    assert run_words(found)[-1].endswith("None: all runs have the same recipe.")
     for folder in folders:
         (folder / "recipe.toml").unlink()
     lost = compare_runs(folders)
     assert "Not known: there is no readable recipe.toml of A, B." in run_comparison_page(lost)
-    assert "all runs have the same recipe" not in " ".join(_run_words(lost))
+    assert "all runs have the same recipe" not in " ".join(run_words(lost))
 
 
 def test_a_common_loss_is_said_to_be_reached_only_where_there_is_one(tmp_path: Path) -> None:

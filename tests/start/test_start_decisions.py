@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,22 @@ def test_one_document_and_unknown_models_are_refused(model: Path, tmp_path: Path
         find_model("lama-3.2-1b")
     with pytest.raises(DataError, match="neither a Hugging Face folder"):
         find_model(str(tmp_path))
+
+
+def test_a_model_without_all_of_its_shards_is_planned_and_said_to_lack_them(
+    model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "shards"
+    shutil.copytree(model, folder)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    assert not find_model(str(folder)).weights
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model-1.safetensors").touch()
+    assert not find_model(str(folder)).weights
+    (folder / "model-2.safetensors").touch()
+    assert find_model(str(folder)).weights
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -24,11 +24,8 @@ def _fresh_compiler() -> None:
 
 @pytest.fixture(autouse=True)
 def _interpreted_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the slow tests graphs are traced, differentiated, partitioned, and interpreted: C++ takes ten seconds each.
-
-    In the walk over all techniques (test_registry.py) they are compiled.
-    """
-    if "not slow" in request.config.getoption("-m") and request.path.name != "test_registry.py":
+    """Without the slow tests graphs are traced, differentiated, partitioned, and interpreted: C++ takes ten seconds each."""
+    if "not slow" in request.config.getoption("-m"):
         from torch._dynamo.backends.debugging import aot_eager_decomp_partition
         from torch._inductor import compile_fx
 

@@ -145,6 +145,17 @@ def test_a_traced_graph_has_the_gradients_and_the_memory_of_the_eager_one() -> N
             run.optimizer.zero_grad()
 
 
+def test_a_traced_validation_after_a_step_has_the_loss_of_the_eager_one() -> None:
+    """Without gradients torch's tracer drops the first argument of an autograd function that is given two layers."""
+    eager, traced = (make_run(FUSED, overrides=SMALL) for _ in range(2))
+    for block in traced.model.blocks:
+        block.__dict__["forward"] = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+    (batch,) = one_batch(eager)
+    for run in (eager, traced):
+        train_step(run, 1, 1e-2, [batch])
+    assert validate(traced, [batch]) == pytest.approx(validate(eager, [batch]), rel=1e-6)
+
+
 def assert_near(ours: Tensor | None, theirs: Tensor, name: str) -> None:
     assert ours is not None, name
     assert (ours - theirs).norm() <= 1e-5 * theirs.norm(), name

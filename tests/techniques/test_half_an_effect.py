@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch._inductor import compile_fx, list_mode_options
 
 from rush.lab.trial.timing import Timing, time_steps
 from rush.techniques import Technique, Use, registry
@@ -59,6 +58,8 @@ def test_the_compiler_is_called_with_the_options_of_the_mode(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Held against what reaches the compiler, which the evidence does not look at."""
+    from torch._inductor import compile_fx, list_mode_options
+
     given: list[dict[str, Any]] = []
     plain: Callable[..., Any] = compile_fx.compile_fx
 

@@ -261,8 +261,6 @@ def recipes(name: str) -> list[Recipe]:
         long = "{rope_type='longrope', short_factor=[1.0], long_factor=[2.0], original_context=8}"
         of_long = ["model.name=phi3-tiny", "model.shape.rotary_dim=2", f"model.shape.rope_scaling={long}"]
         own.append(recipe_of(overrides=[*packed[1:], *of_long]))
-    if name == "tp":
-        own.append(recipe_of(overrides=["batch.micro=1", "layout.tp=2", "model.name=olmo2-tiny"]))
     if name in OF_FEATURES:
         own.append(recipe_of(name, overrides=["model.name=gemma2-tiny", "model.shape.window=7"]))
     if name == "checkpoint_full":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from pathlib import Path
 
 import torch
 
-from tests.parallel.rank_work import _import_once
+from tests.forks import Process
+from tests.parallel.rank_work import PRELOADED
 from tests.training.small_runs import ROOT
 
 
@@ -16,17 +16,14 @@ class ForkedRush:
     """A command that is running: what `subprocess.Popen` tells of one, and does to it."""
 
     def __init__(self, *words: str | Path, cache: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        _import_once(context)
-        self._process = context.Process(target=_be_rush, args=([str(word) for word in words], str(cache)))
-        self._process.start()
+        self._process = Process(_be_rush, [str(word) for word in words], str(cache), preloaded=PRELOADED)
 
     def poll(self) -> int | None:
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
         if self._process.exitcode is None:
-            os.kill(self._process.pid or 0, number)
+            os.kill(self._process.pid, number)
 
     def wait(self) -> int | None:
         self._process.join()

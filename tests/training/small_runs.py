@@ -12,7 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rush.lab.trial.starter import COMMANDS, Starter, Streams
+from rush.lab.trial.starter import Starter, Streams
+from tests.forks import shared_starter
 from tests.fresh_cache import fresh_cache
 from tests.real_text import write_to
 
@@ -79,7 +80,7 @@ def rush(*words: str | Path, cache: Path) -> subprocess.CompletedProcess[str]:
 
 @functools.cache
 def _starter() -> Starter:
-    starter = Starter(COMMANDS)
+    starter = shared_starter(dismantle=True)
     atexit.register(starter.close)
     return starter
 

@@ -18,8 +18,10 @@ def test_a_diverged_run_says_in_its_folder_where_it_ended(tmp_path: Path) -> Non
     with pytest.raises(Diverged, match="the loss is nan"), reporting_failures(status):
         raise Diverged("step 7: the loss is nan.")
     assert json.loads((tmp_path / "failure.json").read_text()) == {
+        "error": "Diverged",
         "phase": "step",
         "step": 7,
         "techniques": [],
         "disk_full": False,
+        "message": "step 7: the loss is nan.",
     }

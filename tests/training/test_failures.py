@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 import rush
 from rush.checkpoint import writer
-from rush.errors import MachineError, Outage, OwnFault, RunFailed, RushError
+from rush.errors import MachineError, Outage, OwnFault, RecipeError, RunFailed, RushError
 from rush.recipe_io import load_recipe
 from rush.records.checkpoint_store import verify
 from rush.records.run_folder import RunFolder
@@ -97,14 +98,72 @@ def test_whatever_fails_the_message_names_the_phase_and_the_run_resumes_from_its
     assert [row["step"] for row in rows(out)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_messages_of_our_own_stay_as_they_are(
+def test_the_messages_of_our_own_keep_their_words_and_kind_and_say_where_the_run_was(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
-    monkeypatch.setattr(session, "launch_step", failing(session.launch_step, MachineError("as it is."), 3))
+    error = MachineError("out of memory in validation: not even one row fits.")
+    monkeypatch.setattr(validation, "validate_local", failing(validation.validate_local, error, 2))
+    with pytest.raises(MachineError) as caught:
+        train_recipe(load_recipe(str(recipe)), out)
+    assert type(caught.value) is MachineError
+    assert str(caught.value).startswith(
+        f"the validation after step 4 failed: {error} The full log is {out / 'failure.log'}."
+    )
+    assert "The last checkpoint (step-000003) is intact" in str(caught.value)
+    told = json.loads(RunFolder(out).last_failure.read_text())
+    message = f"the validation after step 4 failed: {error}"
+    assert told == {
+        "error": "MachineError",
+        "phase": "validation",
+        "step": 4,
+        "techniques": [],
+        "disk_full": False,
+        "message": message,
+    }
+
+
+def test_a_refusal_before_the_first_step_stays_as_it_is(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    monkeypatch.setattr(loop, "build", failing(loop.build, MachineError("as it is."), 1))
     with pytest.raises(MachineError, match=r"^as it is\.$"):
         train_recipe(load_recipe(str(recipe)), out)
     assert not (out / "failure.log").exists()
+
+
+def test_a_run_that_ran_out_of_memory_goes_on_with_the_micro_batch_that_the_message_names(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same samples in every step, so the same losses up to the order of sums."""
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    train_recipe(load_recipe(str(recipe)), whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "launch_step", failing(session.launch_step, MEMORY, 3))
+        with pytest.raises(RunFailed, match=r"which a resumed run may do: batch\.micro=1\. ") as caught:
+            train_recipe(load_recipe(str(recipe)), out)
+    assert "Halve batch.micro" in str(caught.value)
+    stored = str(RunFolder(out).recipe)
+    train_recipe(load_recipe(stored, ["batch.micro=1"]), out, resume=True)
+    assert load_recipe(stored).micro == 1, "the next resume needs no word"
+    losses, expected = ([row["loss"] for row in rows(one)] for one in (out, whole))
+    assert losses[:2] == expected[:2]
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_micro_batch_that_changes_the_step_is_refused_with_the_word_that_is_missing(recipe: Path) -> None:
+    text = recipe.read_text()
+    alone = text.replace("total_tokens = 64\n", "")
+    assert alone != text
+    recipe.write_text(alone)
+    stored = load_recipe(str(recipe))
+    with pytest.raises(
+        RecipeError, match=r"batch\.micro: 2 → 1.*With batch\.micro set batch\.total_tokens=32, too\."
+    ):
+        loop._resumed_recipe(stored, load_recipe(str(recipe), ["batch.micro=1"]))
+    given = load_recipe(str(recipe), ["batch.micro=1", "batch.total_tokens=32"])
+    assert loop._resumed_recipe(stored, given).micro == 1
 
 
 def test_a_loader_thread_that_dies_ends_the_run_with_its_own_words(

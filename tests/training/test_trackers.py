@@ -222,7 +222,7 @@ def test_a_store_that_cannot_be_opened_is_one_sentence(
         importlib.import_module("rush.training.trackers.to_tensorboard"), "open_tracker", refuse
     )
     with pytest.raises(
-        MachineError, match=r"could not be opened \(ValueError: no such store\). Mend that, or leave it"
+        MachineError, match=r"could not be opened \(ValueError: no such store\). Fix that, or leave it"
     ):
         train_recipe(recipe_for(tmp_path, "tensorboard"), tmp_path / "run")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from rush.tune.finals import _proved
+from rush.tune.finals import proved
 
 
 def candidate(name: str, proved: bool | None) -> Any:
@@ -35,14 +35,14 @@ def test_without_time_for_another_proof_one_that_was_proved_before_wins() -> Non
     unproved, before = candidate("near it", None), candidate("the first jump", True)
     places = [lead, unproved, before, base]
     sound = {"near it", "the first jump"}
-    assert _proved(search(base, sound, affordable=False), places) is before
-    assert _proved(search(base, sound, affordable=True), places) is unproved
-    assert _proved(search(base, set(), affordable=True), places) is None
-    assert _proved(search(base, sound, affordable=True, broken=frozenset({"near it"})), places) is before
+    assert proved(search(base, sound, affordable=False), places) is before
+    assert proved(search(base, sound, affordable=True), places) is unproved
+    assert proved(search(base, set(), affordable=True), places) is None
+    assert proved(search(base, sound, affordable=True, broken=frozenset({"near it"})), places) is before
 
 
 def test_a_candidate_no_better_than_the_unchanged_recipe_does_not_win() -> None:
     base, slower = candidate("unchanged", None), candidate("slower", True)
-    assert _proved(search(base, {"slower"}, affordable=True), [base, slower]) is None
+    assert proved(search(base, {"slower"}, affordable=True), [base, slower]) is None
     broken = frozenset({"unchanged"})
-    assert _proved(search(base, {"slower"}, affordable=True, broken=broken), [base, slower]) is slower
+    assert proved(search(base, {"slower"}, affordable=True, broken=broken), [base, slower]) is slower

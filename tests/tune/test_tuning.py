@@ -24,6 +24,7 @@ from rush.techniques import Parity
 from rush.tune.budget import seconds
 from rush.tune.goal import Goal
 from rush.tune.record import Request
+from rush.tune.search import Doing
 from rush.tune.tuning import tune
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -269,7 +270,7 @@ def test_recipes_of_the_planner_get_names_that_fit_into_a_table() -> None:
     keys = ["as it stands", "planned: a + b(x=1) + c, micro 8", "planned: a + c, micro 8", "micro 16"]
     keys += ["planned: a + b(x=1) + c + d, micro 4", "planned: e + f + g + h, micro 8", "a"]
     rows: list[CandidateRow] = [{"key": key} for key in keys]
-    assert list(short_names(rows).values()) == [
+    assert list(map(str, short_names(rows).values())) == [
         "as it stands",
         "jump 1",
         "jump 2: jump 1 without b(x=1)",
@@ -283,12 +284,12 @@ def test_recipes_of_the_planner_get_names_that_fit_into_a_table() -> None:
         {"key": "two", "kind": "jump", "settings": ["a"], "micro": 8},
         {"key": "a", "kind": "technique", "settings": ["a"], "micro": 8},
     ]
-    assert list(short_names(told).values()) == ["jump 1", "jump 2: jump 1 without b(x=1)", "a"]
+    assert list(map(str, short_names(told).values())) == ["jump 1", "jump 2: jump 1 without b(x=1)", "a"]
     record: TuneRecord = {"candidates": rows}
-    assert shortened(record, f"{keys[2]} (prove): known from before") == (
+    assert shortened(record, Doing(keys[2], "prove", known=True)) == (
         "jump 2: jump 1 without b(x=1) (prove): known from before"
     )
-    assert shortened(record, "plain fp32, for parity") == "plain fp32, for parity"
+    assert shortened(record, Doing("plain fp32", "reference")) == "plain fp32, for parity"
     assert dict(planned_parts(record)) == {
         "jump 1": "a + b(x=1) + c, micro 8",
         "jump 4": "e + f + g + h, micro 8",

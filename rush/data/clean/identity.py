@@ -1,10 +1,12 @@
 """First-person claims of another maker's identity: "As an AI developed by OpenAI", "I'm Claude", "我是通义千问".
 
-Collected answers carry the name of the model that wrote them, and a model that is tuned on them says it is that model. A claim is
-a sentence in the first person: who speaks says what they are, or who made them. A question about ChatGPT, an explanation of who
-makes Claude, "I am not ChatGPT", a quotation and code are none. Some names are words or names of people (Claude, Gemini, Falcon):
-they count where the answer begins by them, or where "an AI", "a language model" and the like follow. A phrase that is not in the list is
-not seen; the list speaks English, German, French, Spanish, Italian, Portuguese, Russian, Chinese, Japanese and Korean.
+Collected answers contain the name of the model that wrote them, and a model fine-tuned on them claims to be
+that model. A claim is a sentence in the first person in which the speaker states what they are, or who made
+them. A question about ChatGPT, an explanation of who makes Claude, "I am not ChatGPT", a quotation and code
+are not claims. Some names are also common words or names of people (Claude, Gemini, Falcon): they count only
+if the answer begins with them, or if "an AI", "a language model" or similar follows. A phrase that is not in
+the list is missed; the list covers English, German, French, Spanish, Italian, Portuguese, Russian, Chinese,
+Japanese and Korean.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ WORDS_TOO = (
     "Claude", "Gemini", "Bard", "Llama", "Gemma", "Grok", "Mistral", "Copilot", "Falcon", "Vicuna", "Alpaca", "Alexa", "Cortana", "Siri",
     "Phi", "Granite", "Nemotron", "Baichuan", "Bing",
 )  # fmt: skip
-"""Names that are words, or people's, as well."""
+"""Names that are also common words or names of people."""
 
 QUOTED = re.compile(
     r"```.*?(?:```|\Z)|`[^`\n]*`|^\s*>.*$|\"[^\"\n]{0,400}\"|“[^”\n]{0,400}”|«[^»\n]{0,400}»|„[^“”\n]{0,400}[“”]|「[^」\n]{0,400}」"
     r"|『[^』\n]{0,400}』|(?<!\w)'[^'\n]{0,400}'(?!\w)|(?<!\w)‘[^’\n]{0,400}’(?!\w)",
     re.DOTALL | re.MULTILINE,
 )
-"""What somebody else says, and code."""
+"""Quotations and code."""
 
 GREETING = r"(?:(?:hello|hi|hey|greetings|hallo|guten tag|bonjour|salut|¡?hola|ciao|olá|oi|привет|здравствуйте|你好|您好|こんにちは|안녕하세요)\b[^.!?。！？\n]{0,20}[,.!?。！？、 ]+|(?:sure|yes|well|of course)[,.!] )?"  # fmt: skip
 
@@ -128,7 +130,7 @@ SIGN = re.compile("[\ue000-\ue004]")
 
 @functools.cache
 def phrases() -> re.Pattern[str]:
-    """All the ways of saying it."""
+    """All patterns."""
     written = "|".join(f"(?:{phrase})" for phrase in (*ENGLISH, *OTHERS))
     for sign, characters in SIGNS.items():
         written = written.replace(sign, characters)
@@ -139,7 +141,7 @@ def phrases() -> re.Pattern[str]:
 def names(
     own: tuple[str, ...], also: tuple[str, ...]
 ) -> tuple[re.Pattern[str], tuple[tuple[re.Pattern[str], str], ...]]:
-    """An expression for every name but one's own, and the sign of each."""
+    """An expression for every name except the user's own, and the placeholder of each."""
     signs: dict[str, str] = {}
     for sign, listed in (
         (WORD, WORDS_TOO),
@@ -167,14 +169,14 @@ def names(
 
 @functools.cache
 def stems(own: tuple[str, ...], also: tuple[str, ...]) -> tuple[str, ...]:
-    """What every name begins with. Most answers hold none of these, which is known a hundred times sooner."""
+    """Prefixes of all names. Most answers contain none of them, and this check is a hundred times faster."""
     _, each = names(own, also)
     plain = {re.sub(r".(?=\?)|[\\\[(?].*", "", name.pattern).casefold() for name, _ in each}
     return tuple(sorted(plain, key=len))
 
 
 def find_claim(text: str, own: Sequence[str] = (), also: Sequence[str] = ()) -> str | None:
-    """The words in which an answer claims to be another maker's model; None where it does not."""
+    """The text in which an answer claims to be another maker's model; None if it does not."""
     any_name, each = names(tuple(own), tuple(also))
     folded = text.casefold()
     if not any(stem in folded for stem in stems(tuple(own), tuple(also))):

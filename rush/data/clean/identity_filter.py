@@ -1,8 +1,8 @@
 """The stage `identity`: removes conversations, or only exchanges, in which an answer claims another maker's identity.
 
-An exchange is a user's turn and everything up to the next one: without its answer a question is no example, and without a question
-neither is an answer. Removing exchanges changes the row, which no other stage does, and a later pass reads the row as it is in
-the file: `ApplyEdits` changes it again there, by the same rule.
+An exchange is a user's turn and everything up to the next one: a question without its answer is not an
+example, nor is an answer without its question. Removing exchanges changes the row, which no other stage does.
+A later pass reads the original row from the file: `ApplyEdits` applies the same change again there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ USERS = {"user", "human", "prompter", "customer"}
 
 @dataclass(frozen=True)
 class Found:
-    """A claim in a row: the words, and what is left without the exchanges that make one (None: no answer is left)."""
+    """A claim in a row: its text, and the remaining turns without the exchanges that contain one (None: no answer remains)."""
 
     claim: str
     left: list[Any] | None
@@ -108,7 +108,7 @@ def find(row: FileRow, stage: Identity) -> Found | None:
 
 
 def exchanges(turns: list[dict[str, Any]], name: str, field: str) -> Iterator[list[dict[str, Any]]]:
-    """What stands before the first user's turn, then every user's turn with what follows it."""
+    """The turns before the first user's turn, then every user's turn with the turns after it."""
     held: list[dict[str, Any]] = []
     for number, turn in enumerate(turns):
         if role(turn) is None:

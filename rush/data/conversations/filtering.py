@@ -8,7 +8,7 @@ from rush.data.conversations.preparation import DocumentPreparation
 from rush.data.conversations.rows import Row
 from rush.data.conversations.store import DocumentWriter
 from rush.data.conversations.templates import Template
-from rush.data.conversations.turns import BadRow, Pair, Sample, Text, Turn
+from rush.data.conversations.turns import BadRow, Pair, Sample, Text, TooLong, Turn
 from rush.data.holdout import split_of
 from rush.data.tokenizer import Tokenizer
 from rush.errors import DataError
@@ -70,7 +70,7 @@ def write_row(
 
 def _refuse(row: Row, bad: BadRow, preparation: DocumentPreparation) -> None:
     """Raise if the policy is error; return if it is drop."""
-    if bad.reason.startswith("too long"):
+    if isinstance(bad, TooLong):
         policy, key, instead = preparation.too_long, "data.too_long", "raise batch.sequence"
         more = ", or to 'cut'"
     else:
@@ -93,7 +93,7 @@ def _check_length(sample: Sample, tokenizer: Tokenizer, limit: int) -> None:
         len(sample.text) if isinstance(sample, Text) else max(len(turn.content) for turn in _turns(sample))
     )
     if letters > LONG_LETTERS and (fewest := tokenizer.fewest_tokens(letters)) > limit:
-        raise BadRow("too long", f"more than {fewest:,} tokens, longer than batch.sequence = {limit:,}")
+        raise TooLong("too long", f"more than {fewest:,} tokens, longer than batch.sequence = {limit:,}")
 
 
 def _encode(sample: Sample, tokenizer: Tokenizer, template: Template, train_on: str) -> list[Encoded]:
@@ -122,10 +122,10 @@ def _fitting(encoded: list[Encoded], preparation: DocumentPreparation) -> list[E
     if longest <= limit:
         return encoded
     if preparation.too_long != "cut":
-        raise BadRow("too long", f"{longest:,} tokens, longer than batch.sequence = {limit:,}")
+        raise TooLong("too long", f"{longest:,} tokens, longer than batch.sequence = {limit:,}")
     kept = [Encoded(document.tokens[:limit], document.trained[:limit]) for document in encoded]
     if not all(any(document.trained) for document in kept):
-        raise BadRow("too long: no answer left", f"no token of the answer is within the first {limit:,}")
+        raise TooLong("too long: no answer left", f"no token of the answer is within the first {limit:,}")
     if len(kept) == 2 and kept[0].tokens == kept[1].tokens:
-        raise BadRow("too long: no difference left", f"the two answers differ only after {limit:,} tokens")
+        raise TooLong("too long: no difference left", f"the two answers differ only after {limit:,} tokens")
     return kept

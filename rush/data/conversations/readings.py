@@ -1,11 +1,11 @@
 """Conversations with UltraChat's lengths, from the standard library's sources: to measure the cost of padding.
 
-A user asks for a module, and gets its source in pieces. The text is real; the *lengths* are sampled, because the cost of padding
-depends on nothing else. UltraChat 200k's card gives 207,865 conversations, and what is
-published of it with the turns written out as one text comes to 5.8 kB each: some 1,200 tokens at 4.8 letters a token.
-UltraChat has 7.7 messages a conversation. How lengths spread is not published there, so it is a stated choice: log-normal with
-a sigma of 0.5, which makes a median of 1,060 tokens, a 95th percentile of 2,410, and 9 % above 2,048 (docs/sources.md).
-It is a distribution like UltraChat's, not UltraChat.
+A user asks for a module, and gets its source in pieces. The text is real; the *lengths* are sampled, because
+the cost of padding depends only on them. UltraChat 200k's card gives 207,865 conversations, and a published
+version with the turns as one text has 5.8 kB each: some 1,200 tokens at 4.8 letters per token. UltraChat has
+7.7 messages per conversation. The shape of its length distribution is not published, so it is our choice:
+log-normal with a sigma of 0.5, with a median of 1,060 tokens, a 95th percentile of 2,410, and 9 % above 2,048
+(docs/sources.md). It is a distribution like UltraChat's, not UltraChat.
 
 `reading_pairs` does the same for preferences: one question, the beginning of the module as the chosen answer, lines of its
 reverse as the rejected one, each with a length of its own. Log-normal with a median of 320 tokens and a sigma of 0.6: a stated
@@ -49,7 +49,7 @@ _GO_ON = (
 )
 
 ANSWER_TOKENS, ANSWER_SIGMA = 320.0, 0.6
-"""Of an answer of a pair."""
+"""Median tokens of an answer of a pair."""
 
 Rows = Iterator[tuple[str, dict[str, Any], str]]
 

@@ -21,6 +21,10 @@ class BadRow(Exception):
         self.reason = reason
 
 
+class TooLong(BadRow):
+    """A row longer than the sequence: `data.too_long` decides on it, `data.bad_rows` on the others."""
+
+
 @dataclass(frozen=True)
 class Turn:
     role: str

@@ -1,8 +1,8 @@
-"""The guarded child: reads a request, sets the limits it names, answers, and waits for the next.
+"""The restricted child: reads a request, sets its limits, answers, and waits for the next.
 
-Executed as a file by `process.py`. Requests and replies are JSON behind their length: nothing is unpickled on either side.
-At the limit of processor time the kernel ends this process (SIGPROF); at the limit of memory Python raises MemoryError, and
-libraries in other languages abort.
+Executed as a file by `process.py`. Requests and replies are length-prefixed JSON: nothing is unpickled on either side. At the
+limit of CPU time the kernel ends this process (SIGPROF); at the limit of memory Python raises MemoryError, and libraries in
+other languages abort.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(name: str, loaded: dict[str, ModuleType] = {}) -> ModuleType:  # noqa: B006 — a cache
-    """A file beside this one, imported without the package it belongs to."""
+    """Import a file of this folder without its package."""
     if name not in loaded:
         spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
         assert spec is not None
@@ -62,7 +62,7 @@ def load(name: str, loaded: dict[str, ModuleType] = {}) -> ModuleType:  # noqa: 
 
 
 def limit_memory(room_bytes: int | None) -> None:
-    """Limit the address space. macOS has no such limit: there the parent looks at the memory in use."""
+    """Limit the address space. macOS has no such limit: there the parent checks the memory in use."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     soft = hard if room_bytes is None else room_bytes
     try:

@@ -1,4 +1,4 @@
-"""Ask the guarded child: one per process, started when it is first needed, started again after it died."""
+"""Requests to the restricted child: one child per process, started on first use, restarted after it died."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ KEPT_VARIABLES = (
     "LANG",
     "TMPDIR",
 )
-"""No other environment variable reaches the child: tokens and keys have no business there."""
+"""No other environment variable reaches the child: it must not see tokens and keys."""
 PATIENCE = 200
-"""Wall time per processor time that is allowed: other processes may use the machine, and the kernel stops endless work."""
+"""Allowed wall-clock time per CPU time: the machine may be busy, and the kernel stops endless loops by CPU time."""
 START_S = 60.0
 LOOK_S = 0.05
 CHUNK = 1 << 20
 
 
 class Refused(Exception):
-    """The code of the stranger raised an error: its message."""
+    """The untrusted code raised an error: its message."""
 
 
 class Exhausted(Exception):
-    """The child reached a limit or died: what it lacked, as the end of a sentence."""
+    """The child reached a limit or died: the reason, as the end of a sentence."""
 
 
 class _Child:
@@ -137,7 +137,7 @@ def ask(home: str, call: str, arguments: Mapping[str, Any], *, cpu_s: float, mem
             _child = _Child()
         try:
             reply = _child.ask(request, cpu_s, memory_bytes)
-        except BaseException:  # also an interrupt: a reply that comes later would be taken for the next one's
+        except BaseException:  # also after an interrupt: a late reply would be taken for the next request's
             _child.stop()
             _child = None
             raise

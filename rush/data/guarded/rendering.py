@@ -1,7 +1,8 @@
 """Render chat templates with Jinja's immutable sandbox, as transformers does.
 
-A template can loop and format, and cannot reach Python attributes or change its input. It can still use all time and memory
-there is, so those of strangers are rendered in the guarded child. This file imports nothing of rush: the child loads it alone.
+A template can loop and format, but cannot access Python attributes or change its input. It can still use
+unlimited time and memory, so untrusted ones are rendered in the restricted child. This file imports nothing
+from rush: the child loads it alone.
 
 Some templates mark the assistant's text with `{% generation %}` and `{% endgeneration %}`; marks can be written there. A
 message that is to be continued ends its text: what the template writes after it (an end-of-turn token) is cut away.

@@ -1,8 +1,8 @@
-"""Try a tokenizer.json: load it, and encode and decode a few texts. Runs in the guarded child.
+"""Test a tokenizer.json: load it, and encode and decode a few texts. Runs in the restricted child.
 
-Regular expressions that backtrack, normalizers that grow a text a million-fold and ids beyond reason show here, where they
-end a child and not a training. What only a certain word sets off cannot be tried, so the growth of replacements is bounded by
-arithmetic. This file imports nothing of rush: the child loads it alone.
+This detects backtracking regular expressions, normalizers that grow a text a million-fold and absurd ids; they end a child and
+not a training run. An input that only a certain word triggers cannot be tested, so the growth of replacements is bounded by
+arithmetic. This file imports nothing from rush: the child loads it alone.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""What follows a linear layer with a bias, fused with the bias gradient (as cuBLASLt's BGRAD epilogues do).
+"""Operations after a linear layer with a bias, fused with the bias gradient (as cuBLASLt's BGRAD epilogues do).
 
 Both functions take the layer's output with the bias already added (the matmul adds it for free), and the bias, whose
 gradient is the sum over rows of the output's gradient: the kernel that writes that gradient also sums it. Takes fp32,

@@ -1,4 +1,4 @@
-"""What follows a linear layer with a bias, in plain torch: the reference for tests, in any dtype."""
+"""The operations after a linear layer with a bias, in plain torch: the reference for tests, in any dtype."""
 
 from __future__ import annotations
 

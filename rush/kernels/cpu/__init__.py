@@ -77,36 +77,10 @@ def _ops() -> Any:
     return torch.ops.rush_cpu
 
 
-def gelu_forward(x: Tensor) -> Tensor:
-    out: Tensor = _ops().gelu_forward(x.float().contiguous())
-    return out.to(x.dtype)
-
-
-def gelu_backward(dout: Tensor, x: Tensor) -> Tensor:
-    out: Tensor = _ops().gelu_backward(dout.float().contiguous(), x.float().contiguous())
-    return out.to(x.dtype)
-
-
-def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
-    out: Tensor = _ops().swiglu_forward(gate.float().contiguous(), up.float().contiguous())
-    return out.to(gate.dtype)
-
-
-def swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    wide = (x.float().contiguous() for x in (dout, gate, up))
-    d_gate, d_up = _ops().swiglu_backward(*wide)
-    return d_gate.to(gate.dtype), d_up.to(up.dtype)
-
-
-def geglu_forward(gate: Tensor, up: Tensor) -> Tensor:
-    out: Tensor = _ops().geglu_forward(gate.float().contiguous(), up.float().contiguous())
-    return out.to(gate.dtype)
-
-
-def geglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    wide = (x.float().contiguous() for x in (dout, gate, up))
-    d_gate, d_up = _ops().geglu_backward(*wide)
-    return d_gate.to(gate.dtype), d_up.to(up.dtype)
+def elementwise(name: str, *tensors: Tensor) -> Any:
+    """An operator of `elementwise.py`, forward or backward: in fp32, rounded to the dtype of the last tensor."""
+    found, dtype = getattr(_ops(), name)(*(x.float().contiguous() for x in tensors)), tensors[-1].dtype
+    return found.to(dtype) if isinstance(found, Tensor) else tuple(x.to(dtype) for x in found)
 
 
 def cross_entropy_forward(

@@ -1,7 +1,7 @@
-"""How the example in C++ and CUDA is measured: beside the same in Triton, and in torch, eager and compiled.
+"""How the example in C++ and CUDA is measured: against its Triton version, and against torch, eager and compiled.
 
-All of them are bound by memory, so what one may hope for is that they are equal: the question is whether CUDA was worth
-its lines. On a CPU the C++ side of the example is timed.
+All of them are memory-bound, so the best result is a tie: the question is whether CUDA is worth its lines of code. On a CPU the
+C++ version is timed.
 """
 
 from __future__ import annotations
@@ -11,15 +11,11 @@ from torch import Tensor
 
 from rush.kernels import study
 from rush.kernels.cuda_example import cannot_build, cannot_build_cuda, reference, squared_relu
-from rush.kernels.study import Contender, Inputs, Size, Study, Target
-
-
-def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
-    return {"x": study.normal(device, 1, size["rows"], size["columns"]).to(dtype).requires_grad_()}
+from rush.kernels.study import Contender, Target
 
 
 def cannot_run(device: torch.device) -> str | None:
-    """CUDA source needs nvcc and ninja on the machine; the CPU's part a C++ compiler."""
+    """CUDA source needs nvcc and ninja on the machine; the CPU version a C++ compiler."""
     return cannot_build_cuda() if device.type == "cuda" else cannot_build()
 
 
@@ -29,23 +25,17 @@ def in_triton(x: Tensor) -> Tensor:
     return call(x)
 
 
-STUDY = Study(
-    op="cuda_example",
-    about="The squared ReLU as C++ and CUDA source built on the spot; elementwise, so it is memory-bound.",
-    bound="memory",
-    axis="columns",
-    sizes=study.MATRICES,
-    small=study.SMALL_MATRICES,
-    on_cpu=study.MATRICES_ON_CPU,
-    make=make,
-    reference=reference.squared_relu,
-    contenders=(
+STUDY = study.matrix_study(
+    "cuda_example",
+    "The squared ReLU as C++ and CUDA source built on the spot; elementwise, so it is memory-bound.",
+    reference.squared_relu,
+    (
         Contender("rush", "ours", squared_relu, cannot_run),
         Contender("Triton", "baseline", in_triton, study.needs("triton")),
         *study.torch_pair(reference.squared_relu),
     ),
-    work=study.matrix_work(2, 3),  # read and written; then two read and one written
-    targets=(
+    (2, 3),  # read and written; then two read and one written
+    (
         Target("ceiling", ("forward", "both"), at_least=0.85),
         Target("speed", ("forward", "both"), at_least=0.98, against="Triton"),
     ),

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators, allow-untyped-calls
-"""The squared ReLU once more, in Triton: what `squared_relu.cu` is measured beside (`rush bench kernels cuda_example`).
+"""The squared ReLU in Triton, the baseline of `squared_relu.cu` (`rush bench kernels cuda_example`).
 
 The same traffic in a quarter of the lines: Triton chooses how many bytes a thread loads, and needs neither a build nor
 an operator's schema. That is why nearly all kernels here are in Triton.
@@ -22,7 +22,7 @@ def squared_relu_kernel(x_ptr: tl.tensor, out_ptr: tl.tensor, size: tl.tensor, B
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    # Compared, and not by a maximum: that would make zero of what is not a number.
+    # A comparison, not a maximum, which would turn NaN into zero.
     x = tl.where(x < 0, 0.0, x)
     tl.store(out_ptr + place, (x * x).to(out_ptr.dtype.element_ty), mask=inside)
 

@@ -1,4 +1,4 @@
-"""Where each position's document begins and ends: the form in which the kernel takes packed documents and windows.
+"""The first and last position of each position's document: the kernel's form of packed documents and windows.
 
 Documents are runs of neighboring positions, so two integers per position replace a mask of
 length × length, and the first and last of a tile's numbers decide which tiles it can skip. A sliding window needs no

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Attention in the order of FlashAttention 1, to be measured beside ours, which has that of FlashAttention 2.
+"""Attention in the order of FlashAttention 1, to compare with ours, which has that of FlashAttention 2.
 
 One program per head. The outer loop is over tiles of keys and values, the inner one over tiles of queries. A tile of
 queries is visited once for every tile of keys, so its output, maxima and sums cannot stay on chip: they are read from

@@ -57,7 +57,7 @@ def fp8_linear(
         casts == "compiler" or recipe == "tensorwise", "fp8_linear's cast kernel needs tensorwise scales."
     )
     x_mk = x.reshape(-1, x.shape[-1])
-    options = (recipe == "rowwise", fast_accum == "all", casts == "kernel")
+    options = (recipe == "rowwise", fast_accum == "all", casts == "kernel", weight.requires_grad)
     out_mn: Tensor = _Fp8Linear.apply(x_mk, weight, *options)  # type: ignore[no-untyped-call]
     return out_mn.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -101,41 +101,51 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_mk: Tensor, weight_nk: Tensor, rowwise: bool, fast_accum: bool, kernel: bool
+        ctx: Any,
+        x_mk: Tensor,
+        weight_nk: Tensor,
+        rowwise: bool,
+        fast_accum: bool,
+        kernel: bool,
+        trained: bool,
     ) -> Tensor:
-        weight = quantize(weight_nk, E4M3, rowwise)
         ctx.rowwise, ctx.fast_accum, ctx.kernel, ctx.dtype = rowwise, fast_accum, kernel, x_mk.dtype
-        if rowwise:
-            # The weight gradient needs columnwise scales: other casts, from the unquantized values.
-            x = quantize(x_mk, E4M3, rowwise)
-            ctx.save_for_backward(x_mk, weight_nk)
-        elif kernel:
-            x, x_transposed = cast_transpose_triton(x_mk, E4M3)
-            ctx.save_for_backward(x_transposed.values, x.inv_scale, weight_nk, weight.inv_scale)
+        weight = quantize(weight_nk, E4M3, rowwise)
+        if kernel:
+            x, saved = cast_transpose_triton(x_mk, E4M3)
         else:
-            x = quantize(x_mk, E4M3, rowwise)
-            ctx.save_for_backward(x.values, x.inv_scale, weight_nk, weight.inv_scale)
+            x = saved = quantize(x_mk, E4M3, rowwise)
+        # Only a weight's gradient needs the input. With scales per row it needs columnwise scales: other casts, from the
+        # unquantized values.
+        values = (x_mk if rowwise else saved.values) if trained else None
+        ctx.save_for_backward(
+            values, None if rowwise else x.inv_scale, weight_nk, None if rowwise else weight.inv_scale
+        )
         return scaled_mm(x, weight, x_mk.dtype, fast_accum=True)
 
     @staticmethod
     def backward(ctx: Any, dout_mn: Tensor) -> tuple[Any, ...]:
-        if ctx.rowwise:
-            x_mk, weight_nk = ctx.saved_tensors
-            dout, dout_transposed = quantize(dout_mn, E4M3, True), _columns(dout_mn, E4M3)
-            weight_transposed, x_transposed = _columns(weight_nk, E4M3), _columns(x_mk, E4M3)
-        else:
-            x_values, x_inv_scale, weight_nk, weight_inv_scale = ctx.saved_tensors
-            weight_transposed = transposed_weight(weight_nk, weight_inv_scale)
-            dout, dout_transposed = (cast_transpose_triton if ctx.kernel else cast_transpose)(dout_mn, E5M2)
-            x_transposed = (
-                Fp8Tensor(x_values, x_inv_scale) if ctx.kernel else transposed(x_values, x_inv_scale)
-            )
+        x_saved, x_inv_scale, weight_nk, weight_inv_scale = ctx.saved_tensors
+        with_x, with_weight = ctx.needs_input_grad[:2]
         dx = dweight = None
-        if ctx.needs_input_grad[0]:
-            dx = scaled_mm(dout, weight_transposed, ctx.dtype, ctx.fast_accum)
-        if ctx.needs_input_grad[1]:
-            dweight = scaled_mm(dout_transposed, x_transposed, ctx.dtype, ctx.fast_accum).to(weight_nk.dtype)
-        return dx, dweight, None, None, None
+        if ctx.rowwise:
+            if with_x:
+                dx = scaled_mm(
+                    quantize(dout_mn, E4M3, True), _columns(weight_nk, E4M3), ctx.dtype, ctx.fast_accum
+                )
+            if with_weight:
+                dout_transposed, x_transposed = _columns(dout_mn, E4M3), _columns(x_saved, E4M3)
+                dweight = scaled_mm(dout_transposed, x_transposed, ctx.dtype, ctx.fast_accum)
+        else:
+            dout, dout_transposed = (cast_transpose_triton if ctx.kernel else cast_transpose)(dout_mn, E5M2)
+            if with_x:
+                weight_transposed = transposed_weight(weight_nk, weight_inv_scale)
+                dx = scaled_mm(dout, weight_transposed, ctx.dtype, ctx.fast_accum)
+            if with_weight:
+                x_transposed = (Fp8Tensor if ctx.kernel else transposed)(x_saved, x_inv_scale)
+                dweight = scaled_mm(dout_transposed, x_transposed, ctx.dtype, ctx.fast_accum)
+        dweight = dweight if dweight is None else dweight.to(weight_nk.dtype)
+        return dx, dweight, None, None, None, None
 
 
 def _columns(x: Tensor, dtype: torch.dtype) -> Fp8Tensor:

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-decorators
 """GeGLU, as Gemma has it: gelu(gate) · up with GELU's tanh approximation; only its inputs are saved for the backward pass.
 
 Takes fp32, bf16 and fp16, both inputs in one dtype; computes in fp32 and rounds once. Non-contiguous inputs are copied
@@ -9,10 +8,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rush.kernels import cpu
-from rush.kernels.support import FLOATS, op, register_elementwise, require, require_device, uses_cpp
+from rush.kernels.elementwise import elementwise
+from rush.kernels.support import FLOATS, require, require_device
 
 __all__ = ["geglu"]
+
+_geglu = elementwise("geglu", "gate", "up")
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -25,24 +26,3 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     require(gate.shape == up.shape, "geglu takes gate and up of one shape.")
     out: Tensor = _geglu(gate, up)
     return out
-
-
-@op("geglu")
-def _geglu(gate: Tensor, up: Tensor) -> Tensor:
-    if uses_cpp(gate):
-        return cpu.geglu_forward(gate, up)
-    from rush.kernels.geglu import triton as kernels
-
-    return kernels.forward(gate, up)
-
-
-@op("geglu_backward")
-def _geglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    if uses_cpp(gate):
-        return cpu.geglu_backward(dout, gate, up)
-    from rush.kernels.geglu import triton as kernels
-
-    return kernels.backward(dout, gate, up)
-
-
-register_elementwise(_geglu, _geglu_backward)

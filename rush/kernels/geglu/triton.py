@@ -7,11 +7,11 @@ sigmoid, so the backward pass has one exponential too (`gelu/triton.py` has the 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rush.kernels.elementwise import launch
 from rush.kernels.fast_math import exp2, reciprocal
 from rush.kernels.gelu.triton import DERIVATIVE_1, DERIVATIVE_3, EXPONENT_1, EXPONENT_3
 
@@ -62,18 +62,9 @@ def geglu_backward_kernel(
 
 
 def forward(gate: Tensor, up: Tensor) -> Tensor:
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    if size := gate.numel():
-        grid = (triton.cdiv(size, BLOCK),)
-        geglu_forward_kernel[grid](gate, up, out, size, BLOCK=BLOCK, num_warps=NUM_WARPS)
-    return out
+    return launch(geglu_forward_kernel, (gate, up), 1, BLOCK, NUM_WARPS)[0]
 
 
 def backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    dout, gate, up = dout.contiguous(), gate.contiguous(), up.contiguous()
-    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-    if size := gate.numel():
-        grid = (triton.cdiv(size, BLOCK),)
-        geglu_backward_kernel[grid](dout, gate, up, dgate, dup, size, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    dgate, dup = launch(geglu_backward_kernel, (dout, gate, up), 2, BLOCK, NUM_WARPS)
     return dgate, dup

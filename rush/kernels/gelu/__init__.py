@@ -1,4 +1,3 @@
-# mypy: allow-untyped-decorators
 """GELU (tanh approximation, GPT-2's); only its input is saved for the backward pass.
 
 Takes fp32, bf16 and fp16; computes in fp32 and rounds once. A non-contiguous input is copied first. Deterministic.
@@ -8,10 +7,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rush.kernels import cpu
-from rush.kernels.support import FLOATS, op, register_elementwise, require, require_device, uses_cpp
+from rush.kernels.elementwise import elementwise
+from rush.kernels.support import FLOATS, require, require_device
 
 __all__ = ["gelu"]
+
+_gelu = elementwise("gelu", "x")
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -20,24 +21,3 @@ def gelu(x: Tensor) -> Tensor:
     require(x.dtype in FLOATS, "gelu takes fp32, bf16 and fp16; convert other dtypes first.")
     out: Tensor = _gelu(x)
     return out
-
-
-@op("gelu")
-def _gelu(x: Tensor) -> Tensor:
-    if uses_cpp(x):
-        return cpu.gelu_forward(x)
-    from rush.kernels.gelu import triton as kernels
-
-    return kernels.forward(x)
-
-
-@op("gelu_backward")
-def _gelu_backward(dout: Tensor, x: Tensor) -> Tensor:
-    if uses_cpp(x):
-        return cpu.gelu_backward(dout, x)
-    from rush.kernels.gelu import triton as kernels
-
-    return kernels.backward(dout, x)
-
-
-register_elementwise(_gelu, _gelu_backward)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rush.kernels.elementwise import launch
 from rush.kernels.fast_math import exp2, reciprocal
 
 BLOCK = 2048
@@ -60,18 +60,8 @@ def gelu_backward_kernel(
 
 
 def forward(x: Tensor) -> Tensor:
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    if size := x.numel():
-        grid = (triton.cdiv(size, BLOCK),)
-        gelu_forward_kernel[grid](x, out, size, BLOCK=BLOCK, num_warps=NUM_WARPS)
-    return out
+    return launch(gelu_forward_kernel, (x,), 1, BLOCK, NUM_WARPS)[0]
 
 
 def backward(dout: Tensor, x: Tensor) -> Tensor:
-    dout, x = dout.contiguous(), x.contiguous()
-    dx = torch.empty_like(x)
-    if size := x.numel():
-        grid = (triton.cdiv(size, BLOCK),)
-        gelu_backward_kernel[grid](dout, x, dx, size, BLOCK=BLOCK, num_warps=NUM_WARPS)
-    return dx
+    return launch(gelu_backward_kernel, (dout, x), 1, BLOCK, NUM_WARPS)[0]

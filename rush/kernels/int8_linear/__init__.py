@@ -66,7 +66,7 @@ def int8_linear(x: Tensor, weight: Tensor, seed: Tensor | None = None) -> Tensor
         _require_gpu(x, sizes)
     if seed is None:
         seed = torch.randint(2**31 - 1, (), dtype=torch.int32, device=x.device)
-    out_mn: Tensor = _Int8Linear.apply(x_mk, weight, seed)  # type: ignore[no-untyped-call]
+    out_mn: Tensor = _Int8Linear.apply(x_mk, weight, seed, weight.requires_grad)  # type: ignore[no-untyped-call]
     return out_mn.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -93,17 +93,20 @@ class _Int8Linear(torch.autograd.Function):
     their own, from the unquantized values."""
 
     @staticmethod
-    def forward(ctx: Any, x_mk: Tensor, weight_nk: Tensor, seed: Tensor) -> Tensor:
-        ctx.save_for_backward(x_mk, weight_nk, seed)
+    def forward(ctx: Any, x_mk: Tensor, weight_nk: Tensor, seed: Tensor, trained: bool) -> Tensor:
+        ctx.dtype = x_mk.dtype
+        ctx.save_for_backward(
+            x_mk if trained else None, weight_nk, seed
+        )  # only a weight's gradient needs the input
         return scaled_mm(quantize(x_mk), quantize(weight_nk), x_mk.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dout_mn: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dout_mn: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_mk, weight_nk, seed = ctx.saved_tensors
         by_row, by_column = noises(random_bits(dout_mn.shape[0], dout_mn.shape[1], seed))
         dx = dweight = None
         if ctx.needs_input_grad[0]:
-            dx = scaled_mm(quantize(dout_mn, by_row), columns(weight_nk), x_mk.dtype)
+            dx = scaled_mm(quantize(dout_mn, by_row), columns(weight_nk), ctx.dtype)
         if ctx.needs_input_grad[1]:
-            dweight = scaled_mm(columns(dout_mn, by_column), columns(x_mk), x_mk.dtype).to(weight_nk.dtype)
-        return dx, dweight, None
+            dweight = scaled_mm(columns(dout_mn, by_column), columns(x_mk), ctx.dtype).to(weight_nk.dtype)
+        return dx, dweight, None, None

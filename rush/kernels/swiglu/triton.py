@@ -8,11 +8,11 @@ recomputes the sigmoid, which costs less than loading it, and writes both gradie
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rush.kernels.elementwise import launch
 from rush.kernels.fast_math import LOG2_E, exp2, reciprocal
 
 BLOCK = 2048
@@ -64,18 +64,9 @@ def swiglu_backward_kernel(
 
 
 def forward(gate: Tensor, up: Tensor) -> Tensor:
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    if size := gate.numel():
-        grid = (triton.cdiv(size, BLOCK),)
-        swiglu_forward_kernel[grid](gate, up, out, size, BLOCK=BLOCK, num_warps=NUM_WARPS)
-    return out
+    return launch(swiglu_forward_kernel, (gate, up), 1, BLOCK, NUM_WARPS)[0]
 
 
 def backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    dout, gate, up = dout.contiguous(), gate.contiguous(), up.contiguous()
-    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-    if size := gate.numel():
-        grid = (triton.cdiv(size, BLOCK),)
-        swiglu_backward_kernel[grid](dout, gate, up, dgate, dup, size, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    dgate, dup = launch(swiglu_backward_kernel, (dout, gate, up), 2, BLOCK, NUM_WARPS)
     return dgate, dup

@@ -1,13 +1,13 @@
 """Measuring a ladder: one rung after another, in rounds, with the record written after every trial.
 
-The first round goes up rung by rung, because whether a technique can run here decides what the next rung
-builds on: one that is unsupported, runs out of memory or crashes is left behind, and so is one that is seen to be
-unusable in its short life (`usable.py`): everything above it would be. Further rounds measure
-every rung again in a new process, all of them in turn, so that a machine that slowly grows hot or busy
-does so under all rungs alike. A rung with a disturbed process is measured again, at most `MOST_AGAIN` times. At the end the first rung is measured once more: what it moved is drift.
+The first round goes rung by rung, because each rung's result decides what the next one builds on: later rungs
+skip a technique that is unsupported, runs out of memory, crashes, or is unusable in its short life
+(`usable.py`). Further rounds measure every rung again in a new process, in turn, so that a machine that
+slowly gets hot or busy affects all rungs alike. A rung with a disturbed process is measured again, at most
+`MOST_AGAIN` times. At the end the first rung is measured once more: its change is the drift.
 
 Three views of the same techniques, because they interact: `cumulative` (each on top of those before),
-`alone` (each on the base), `left_out` (each taken out of the top).
+`alone` (each on the base), `left_out` (each removed from the top).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from rush.lab.ladder.ladder_file import Addition, LadderPlan, compose
 from rush.lab.ladder.limits import batch_curve, sequence_limits, stops_paying, tries
 from rush.lab.paired import floors_near, quotient
 from rush.lab.parity.judge import in_further_process, parity_with_plain
+from rush.lab.progress import Progress
 from rush.lab.statistics import DISTURBED, Processes, disturbed, logs_of_medians
 from rush.lab.trial.found import TimingFound
 from rush.lab.trial.runner import Bench, open_bench
@@ -37,21 +37,10 @@ from rush.records.lock import FolderLock
 from rush.training.corpus import open_corpus
 
 MOST_AGAIN = 2
-"""At most so many further processes of a rung in place of a disturbed one. Where that is not enough, the machine is busy."""
+"""Maximum number of additional processes of a rung in place of a disturbed one. If that is not enough, the machine is busy."""
 
 
-@dataclass(frozen=True)
-class LadderProgress:
-    """Reported before and after every trial."""
-
-    record: LadderRecord
-    doing: str | None
-    """The rung whose trial is running now, None when all are done."""
-    done: int
-    total: int
-    seconds_left: float | None
-
-
+LadderProgress = Progress[LadderRecord]
 Watch = Callable[[LadderProgress], None]
 
 
@@ -173,7 +162,7 @@ class Climb:
             if self.view != "cumulative":
                 continue
             usable = state.status == "ok" and not state.unusable
-            state.kept = usable and _builds_on(addition, state, last)
+            state.kept = usable and builds_on(addition, state, last)
             if state.kept:
                 self.top = [*(part for part in self.top if not addition.supersedes(part)), addition]
                 last = state
@@ -308,7 +297,7 @@ class Climb:
         }
 
     def _trials_s(self) -> float:
-        """How long all trials and lives of the rungs took, in whatever sessions."""
+        """The total time of all trials and lives of the rungs, over all sessions."""
         outcomes = [outcome for state in self.states for outcome in state.outcomes] + self.again
         lives = [part["seconds"] for state in self.states if state.life for part in state.life["parts"]]
         return sum(outcome.wall_s for outcome in outcomes) + sum(lives)
@@ -320,7 +309,7 @@ class Climb:
 def needs_another(processes: Processes, planned: int) -> bool:
     """Whether one of the processes of a rung seems disturbed and has not been replaced yet.
 
-    Of two that lie as far apart as a disturbed one does, nobody knows which it is: a third decides.
+    Between two processes that far apart it is unknown which one was disturbed: a third decides.
     """
     logs = logs_of_medians(processes)
     if len(logs) == 2:
@@ -345,7 +334,7 @@ def worth_repeating(states: Sequence[RungState], clear: float | None) -> list[Ru
 
 
 def _same_run(state: RungState) -> str | None:
-    """Why a technique did nothing: the same operators, settings and bits as without it. None where something differs."""
+    """Why a technique had no effect: the same operators, settings and bits as without it. None if anything differs."""
     over = state.over
     if not state.added or over is None or not over.outcomes:
         return None
@@ -358,7 +347,7 @@ def _same_run(state: RungState) -> str | None:
     return f"evidence without effect: operators, settings and losses are those of {over.name}, bit for bit"
 
 
-def _builds_on(addition: Addition, state: RungState, last: RungState) -> bool:
+def builds_on(addition: Addition, state: RungState, last: RungState) -> bool:
     """Whether the rungs above build on this one; the first process of each decides which is faster."""
     if addition.keep != "faster":
         return addition.keep

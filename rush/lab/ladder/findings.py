@@ -1,9 +1,9 @@
 """From trials to a rung of the record: figures, evidence, parity, gain and verdict.
 
 A speed without proof is not a finding. A rung whose technique is not seen in the profile has "no effect", whatever its tokens
-per second. A rung that is faster without parity is "faster but different". A gain is real only if its interval leaves 1 out;
-one that holds it is "no gain" where it is narrow and "cannot tell" where it is wide (`rush.records.gains`).
-A rung that cannot validate, sample, save or resume is "unusable", however fast.
+per second. A rung that is faster without parity is "faster but different". A gain is real only if its interval excludes 1; if
+it contains 1, the verdict is "no gain" for a narrow interval and "cannot tell" for a wide one (`rush.records.gains`). A rung
+that cannot validate, sample, save or resume is "unusable", however fast.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class RungState(TrialState):
 
     @property
     def moved_bytes(self) -> int:
-        """Memory outside of the device, beyond that of the rung before, where it is a part of the peak that counts."""
+        """Memory outside of the device in excess of the rung before, if it is part of the reported peak."""
         if self.over is None or not self.measured or not self.over.measured:
             return 0
         here, below = (min(t.get("elsewhere_bytes", 0) for t in s.timings) for s in (self, self.over))
@@ -137,7 +137,7 @@ class RungState(TrialState):
 
 @dataclass(frozen=True)
 class Baselines:
-    """What figures are compared with: ceilings, datasheet peaks and noise floors."""
+    """The references of the figures: ceilings, datasheet peaks and noise floors."""
 
     ceilings: Mapping[str, Any] | None
     peaks: Mapping[str, float] | None

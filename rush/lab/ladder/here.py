@@ -1,7 +1,7 @@
-"""`rush ladder here`: the first ladder to climb on this machine.
+"""`rush ladder here`: the first ladder to measure on this machine.
 
-A GPU gets a ladder made for it, of a model that keeps it busy; where the memory is too small for that, the same with a
-smaller batch; every other machine `tiny`. The probe says what there is, the planner what each rung needs.
+A GPU gets a ladder with a model that keeps it busy, or the same with a smaller batch if its memory is too small; every other
+machine gets `tiny`. The probe finds the devices, the planner the memory of each rung.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ HERE = "here"
 FOR_GPUS, ANYWHERE = ("gpu", "gpu-small"), "tiny"
 """The first that fits is taken."""
 ROOM = 0.9
-"""A ladder fits into this share of the device: the rest is the driver's, and what the planner does not see."""
+"""A ladder fits if it needs at most this fraction of the device: the rest is for the driver and for what the planner does not
+count."""
 
 
 def ladder_here() -> tuple[str, str]:
@@ -53,9 +54,9 @@ def peak(plan: LadderPlan) -> float:
 
 
 def _probe_elsewhere() -> Machine:
-    """The probe, in a process of its own: a ladder's own process never opens the device that its trials measure.
+    """The probe, in a separate process: a ladder's own process never opens the device that its trials measure.
 
-    Forked, because importing torch again takes seconds; on other systems than Linux the probe opens none.
+    Forked, because importing torch again takes seconds; on systems other than Linux the probe opens no device.
     """
     if sys.platform != "linux":
         return probe()

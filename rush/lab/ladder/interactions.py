@@ -1,8 +1,7 @@
-"""What three views say together: techniques help or hinder each other, and the numbers show it.
+"""Interactions between techniques, from the three views of a ladder.
 
-If techniques did not touch each other, a technique would gain the same alone on the base, as a rung, and
-at the top of all the others. Where the three figures part, something is shared: two techniques save the
-same time, or one makes room for the other.
+Without interactions a technique would gain the same alone on the base, as a rung, and at the top of all the others. If the
+three figures differ, techniques interact: two save the same time, or one makes the other possible.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ def _ratio(rung: RungRecord | None) -> float | None:
 
 
 def _spread(*rungs: RungRecord | None) -> float:
-    """Half the widest interval among the gains: differences below it are not told apart."""
+    """Half the widest interval among the gains: smaller differences are noise."""
     gains = [rung["gain"] for rung in rungs if rung and rung["gain"]]
     return max((gain["ci95"][1] - gain["ci95"][0]) / 2 for gain in gains)
 
 
 def _drift(record: LadderRecord) -> float:
-    """By how much the machine itself moved under a view, where that was more than noise."""
+    """The machine's drift during a view, if it was more than noise."""
     drift = record["drift"]
     return abs(drift["ratio"] - 1) if drift and drift["flagged"] else 0.0
 

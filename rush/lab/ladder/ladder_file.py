@@ -1,18 +1,18 @@
 """A ladder as a TOML file: a base recipe and an ordered list of what to add to it.
 
-    recipe = "tiny"                          # a recipe's name or file: the ground the ladder stands on
+    recipe = "tiny"                          # the base recipe, by name or file
     rungs = [
       "fused_adamw",                         # a technique
       { name = "compile", scope = "block" }, # a technique with knobs
-      { "batch.micro" = 8, claim = { gain = 0.5, regime = "…", source = "…" } },  # a change of the recipe, and who says what of it
+      { "batch.micro" = 8, claim = { gain = 0.5, regime = "…", source = "…" } },  # a change of the recipe, with a claim
       { name = "pure_bf16", replaces = ["amp_bf16"] },
       { name = "cudnn_attention", replaces = ["flash_attention"], keep = "faster" },  # built upon if it pays here
       { name = "checkpoint_full", keep = false, title = "Checkpointing" },  # measured, not built upon
     ]
     [base]                                   # changes of the recipe before the first rung
     techniques = []
-    "batch.total_tokens" = "none"            # "none" takes an optional key out
-    [claim] ...                              # what someone says the whole climb gains, over the base
+    "batch.total_tokens" = "none"            # "none" removes an optional key
+    [claim] ...                              # the claimed gain of the whole ladder over the base
     [measure] ...  [parity] ...  [search] ...
 
 Keys with a dot are recipe keys, the rest of a table are the technique's knobs.
@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rush.errors import RecipeError, nearest
 from rush.ready import LADDERS
 from rush.recipe import Recipe
-from rush.recipe_io import apply_override, assign, parse, read_tree
+from rush.recipe_io import apply_override, assign, parse, read_tree, remove
 
 Whole = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -46,18 +46,18 @@ class MeasureConfig(ConfigTable):
     """How rungs are timed."""
 
     processes: Whole = 1
-    """Fresh processes per rung; every round measures each rung once, so that slow drift meets all alike."""
+    """Fresh processes per rung; every round measures each rung once, so that slow drift affects all alike."""
     clear: Annotated[float, Field(gt=0)] | None = None
-    """With it, rungs that differ from the one before by more than this are not measured again; for long trials."""
+    """If set, rungs that differ from the one before by more than this are not measured again; for long trials."""
     windows: Whole = 20
     """Timed samples per process."""
     window_ms: Seconds = 50.0
     warmup_max_steps: Whole = 40
     warmup_max_s: Seconds = 120.0
     timed_max_s: Seconds = 30.0
-    """Where samples would take longer than this, eight of them do."""
+    """If samples would take longer than this, eight are enough."""
     limit_s: Seconds = 1200.0
-    """A trial that takes longer is ended."""
+    """Time limit of a trial."""
     noise_floor: Annotated[float, Field(ge=0, lt=1)] = 0.003
     """A smaller relative difference is never called real, whatever the samples say."""
     smaller: Annotated[float, Field(gt=0, lt=1)] = 0.05
@@ -73,7 +73,7 @@ class ParityConfig(ConfigTable):
 
 
 class ClaimConfig(ConfigTable):
-    """What someone states that a rung, or the whole climb, gains; techniques bring their own (`Claim`)."""
+    """The claimed gain of a rung or of the whole ladder; techniques bring their own (`Claim`)."""
 
     metric: Literal["tokens_per_s", "peak_memory_bytes"] = "tokens_per_s"
     gain: Annotated[float, Field(gt=-1, allow_inf_nan=False)]
@@ -92,7 +92,7 @@ class SearchConfig(ConfigTable):
     """Also try the sizes halfway between powers of two around the best one."""
     sequence_up_to: Whole | None = None
     sequence_with: list[str] = []
-    """Techniques whose effect on the longest sequence is asked for, each left out of the top in turn."""
+    """Techniques whose effect on the longest sequence is measured, each removed from the top in turn."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Addition:
     """As the record writes it; None: the technique's own."""
 
     def supersedes(self, earlier: Addition) -> bool:
-        """Whether nothing is left of an earlier addition once this one is made."""
+        """Whether this addition completely replaces an earlier one."""
         if earlier.technique is not None:
             return earlier.technique_name in (*self.replaces, self.technique_name)
         return earlier.changes.keys() <= self.changes.keys()
@@ -139,7 +139,7 @@ class LadderPlan:
     recipe: str = ""
     """The recipe that the ladder varies, by name or path."""
     claim: Mapping[str, Any] | None = None
-    """What someone states that the whole climb gains."""
+    """The claimed gain of the whole ladder."""
 
 
 def load_ladder(name_or_path: str, overrides: Iterable[str] = ()) -> LadderPlan:
@@ -191,19 +191,15 @@ def compose(base: Recipe, additions: Sequence[Addition]) -> Recipe:
 
 
 def _recipe_beside(path: Path, name: str) -> str:
-    """A recipe's path is meant from the ladder's folder; a name is a name."""
+    """A recipe's path is relative to the ladder's folder; a name stays unchanged."""
     return str(path.parent / name) if name.endswith(".toml") else name
 
 
 def change(tree: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Set dotted keys of a recipe's tree; the value "none" takes a key out."""
+    """Set dotted keys of a recipe's tree; the value "none" removes a key."""
     for key, value in values.items():
         if value == "none":
-            *parents, last = key.split(".")
-            node = tree
-            for part in parents:
-                node = node.get(part, {})
-            node.pop(last, None)
+            remove(tree, key)
         else:
             assign(tree, key, value)
 

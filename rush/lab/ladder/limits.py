@@ -1,10 +1,9 @@
-"""How large a batch pays, and how long a sequence fits.
+"""How large a batch pays off, and how long a sequence fits.
 
-A larger batch uses the device better until it is busy all the time; from there on it only takes memory. So
-the curve is measured at powers of two up to what fits, and the point is named where doubling stops paying.
-Memory grows by a straight line in the batch, and two trials fix the line: sizes it puts far beyond the
-device are not tried. What is left between the largest that fitted and the smallest that did not is halved
-until they are neighbors.
+A larger batch uses the device better until it is always busy; beyond that it only takes memory. So the curve is measured at
+powers of two up to the memory limit, and the report names the point where doubling no longer pays off. Memory is linear in the
+batch, and two trials determine the line: sizes that it predicts far beyond the device are not tried. The longest sequence is
+found by bisection between the largest size that fitted and the smallest that did not.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
 
 PAYS = 1.03
-"""A batch pays if it is this much faster than the best smaller one."""
+"""A batch pays off if it is this much faster than the best smaller one."""
 HOPELESS = 1.15
 """A size whose extrapolated memory is this many times the device's is not tried."""
 Try = Callable[[int], Outcome]
@@ -74,7 +73,7 @@ def batch_curve(
 
 
 def stops_paying(curve: Sequence[dict[str, Any]]) -> int | None:
-    """The batch after which no larger one was worth it; None while the largest one still paid."""
+    """The batch after which no larger one paid off; None if the largest one still did."""
     best, best_speed = None, 0.0
     measured_points = [point for point in curve if point["status"] == "ok"]
     for point in measured_points:

@@ -1,7 +1,8 @@
 """The recipes that a ladder leads to: its fastest proven rung, and the one with the least memory.
 
-A rung is measured with one micro batch a step. Its recipe is trained with the tokens per step of the recipe that the ladder
-varies, by gradient accumulation, where the rung's micro batches divide them. Everything else is what was measured.
+A rung is measured with one micro batch per step. Its recipe trains with the tokens per step of the recipe
+that the ladder varies, by gradient accumulation, if the rung's micro batches divide them. Everything else is
+as measured.
 """
 
 from __future__ import annotations

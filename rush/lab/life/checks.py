@@ -1,7 +1,7 @@
 """The checks after each part of a life: metrics, checkpoints, standard error, and tolerances.
 
 A run validates through its techniques, `rush evaluate` through the plain model: they agree up to the rounding of the run's
-matmuls, a mean over many labels to a quarter of it. Whatever the same code computes twice is equal bit for bit.
+matmuls, a mean over many labels to a quarter of it. Results of the same code are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -32,14 +32,20 @@ COMPLAINTS = re.compile(
 
 
 class Broken(Exception):
-    """A failed check, with the exit code of the command that failed, the phase of the run it is about, and whether the command was
-    killed because it ran past its time limit."""
+    """A failed check, with the exit code and the message of the command that failed, the phase of the run it is about, and whether
+    the command was killed because it ran past its time limit."""
 
     def __init__(
-        self, problem: str, code: int | None = None, phase: str | None = None, *, late: bool = False
+        self,
+        problem: str,
+        code: int | None = None,
+        phase: str | None = None,
+        *,
+        late: bool = False,
+        message: str | None = None,
     ) -> None:
         super().__init__(problem)
-        self.code, self.phase, self.late = code, phase, late
+        self.code, self.phase, self.late, self.message = code, phase, late, message
 
 
 def check_whole(run: RunFolder, recipe: Recipe) -> None:
@@ -147,8 +153,10 @@ def _checkpoint_files(run: RunFolder) -> dict[str, Path]:
     return {str(path.relative_to(run.path)): path for path in run.checkpoints.folder.glob("step-*/*")}
 
 
-def last_error(text: str) -> str:
-    """The last line with an error, since advice may follow; else the last line."""
+def last_error(text: str) -> tuple[str, str | None]:
+    """The last line with an error, since advice may follow; else the last line. If rush itself wrote it, also its message."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(?:error|[\w.]+(?:Error|Exception|Interrupt)):", line)]
-    return (errors or lines or ["no output"])[-1][:1000]
+    line = (errors or lines or ["no output"])[-1][:1000]
+    own, _, message = line.partition("error: ")
+    return line, None if own else message

@@ -74,6 +74,8 @@ class PartResult:
     """Whether the command was killed because it ran past its time limit."""
     disk_full: bool = False
     """Whether there was no space left for the files of the run."""
+    message: str | None = None
+    """The error message of the command that failed, without the path of a log; None where rush itself wrote none."""
 
 
 @dataclass(frozen=True)
@@ -134,19 +136,21 @@ class Lives:
         for name in parts:
             if not one.applies(name):
                 continue
-            began, problem, code, phase, late = time.monotonic(), None, None, None, False
+            began, problem, code, phase, late, message = time.monotonic(), None, None, None, False, None
             try:
                 getattr(one, name)()
             except Broken as broken:
                 problem, code, phase, late = str(broken), broken.code, broken.phase, broken.late
+                message = broken.message
             except Exception as error:  # finding any failure is the purpose of a life
                 problem = f"{type(error).__name__}: {error}"
             stderr = one.stderr()[-MAX_STDERR:] if problem is not None else ""
             failure = one.failure() if code else {}
             phase, names = failure.get("phase", phase), tuple(failure.get("techniques", ()))
+            message = failure.get("message", message)
             seconds = round(time.monotonic() - began, 2)
             full = bool(code) and (bool(failure.get("disk_full")) or one.disk_full())
-            lived.append(PartResult(name, problem, seconds, code, stderr, phase, names, late, full))
+            lived.append(PartResult(name, problem, seconds, code, stderr, phase, names, late, full, message))
             if problem is not None and name in (*TRAINING, *UNDISTURBED):
                 break  # there is no trained model for the rest
         return LifeResult(tuple(lived))
@@ -351,8 +355,9 @@ class _One:
     def _finished(self, codes: Sequence[int]) -> None:
         """Exit code 0 and, if strict, no unexplained warning."""
         if any(codes):
-            problem = f"exit code {', '.join(map(str, codes))}: {checks.last_error(self.stderr())}"
-            raise Broken(problem, next(code for code in codes if code))
+            line, message = checks.last_error(self.stderr())
+            problem = f"exit code {', '.join(map(str, codes))}: {line}"
+            raise Broken(problem, next(code for code in codes if code), message=message)
         if self.lives.strict:
             checks.check_stderr(self.stderr())
 

@@ -1,4 +1,4 @@
-"""Whether a folder that we wrote, opened by transformers (and PEFT), computes what the run it came from computes.
+"""Whether transformers (and PEFT) compute the same logits from an exported folder as the run itself.
 
 Legend: b rows, t positions, v entries of the vocabulary.
 """

@@ -11,7 +11,6 @@ so; failures of the whole model only, such as running out of memory at a validat
 
 from __future__ import annotations
 
-import re
 import shutil
 import signal
 from collections.abc import Sequence
@@ -113,7 +112,8 @@ def judged(life: LifeResult) -> tuple[str, str | None]:
         return "not known", f"{killed}."
     if part.disk_full:
         return "not known", "there is no room for its checkpoints on the disk."
-    if part.name == "whole" and part.code in (RecipeError.exit_code, Diverged.exit_code):
+    refused = part.code == RecipeError.exit_code and part.phase in (None, "build")
+    if part.name == "whole" and (refused or part.code == Diverged.exit_code):
         # The schedule is not the recipe's own: few steps, at the full learning rate from the first one.
         return "not known", f"its short schedule could not be run: {_message(part)}"
     return "broken", f"it cannot {_what(part)}: {_message(part)}"
@@ -126,6 +126,5 @@ def _what(part: PartResult) -> str:
 
 
 def _message(part: PartResult) -> str:
-    """The message of the command, without the path of the log, which is gone."""
-    message = re.sub(r"^exit code [^:]*: error: ", "", shareable(str(part.problem)))
-    return message.split(" The full log is")[0].rstrip(".") + "."
+    """What went wrong, without the path of the log, which is gone."""
+    return shareable(str(part.message or part.problem)).rstrip(".") + "."

@@ -1,11 +1,11 @@
 """The audit: after the timed steps the same run makes a few more, and the plain fp32 model computes each of them again.
 
-A parity trace looks at the first steps, in a run of its own. What a technique does later, or only while it is timed, shows
-here: from the weights that the run has by now, on the batches that its loader returns, plain fp32 computes the loss and the
-gradient of every tensor. Nothing has had time to grow apart, so they must agree as at step one of a trace. The update is checked
-by itself: from the run's own gradient and moments AdamW's formula gives the weights after it, at the learning rate of the
-recipe. (Where moments are quantized they cannot be read, and 16-bit weights without masters round most of an update away: then
-only the loss curve tells.)
+A parity trace checks the first steps, in a separate run. The audit finds what a technique does later, or only
+while it is timed: from the run's current weights, on the batches that its loader returns, plain fp32 computes
+the loss and the gradient of every tensor. Each step starts from the same weights, so they must agree as at
+step one of a trace. The update is checked separately: from the run's own gradient and moments AdamW's formula
+computes the weights after it, at the learning rate of the recipe. (Quantized moments cannot be read, and
+16-bit weights without master weights round most of an update away: then only the loss curve is checked.)
 
 `record` takes the steps while the run exists, `held_against_plain` builds the plain one when its memory is free.
 """
@@ -197,7 +197,7 @@ def _updates(
 
 
 def held_against_plain(audited: Audited, plain: Recipe, machine: Machine) -> AuditFound:
-    """What plain fp32 computes from the same weights on the same batches, beside what the run did."""
+    """The results of plain fp32 from the same weights on the same batches, compared with the run's."""
     weights = starting_weights(plain)
     run = build(plain, machine, weights)
     set_live_reference(run, weights)

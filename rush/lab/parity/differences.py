@@ -1,8 +1,8 @@
-"""What a run did otherwise than plain training, by name.
+"""How a run differs from plain training, by name.
 
-Parity compares numbers; this names what is behind them, whatever class the author declared. Three places are looked at:
-the first steps (the parity trace), the timed steps (their log), and the steps after the timing (the audit). What is found only
-in the last two is *late*: a technique that behaved while it was looked at.
+Parity compares numbers; this names the cause, whatever class the author declared. Three sources are checked: the first steps
+(the parity trace), the timed steps (their log), and the steps after the timing (the audit). A difference found only in the last
+two is *late*: the technique behaved during the parity trace.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ORDER = (
     FEWER_ROWS, FEWER_LABELS, CACHED, REPEATED, OTHER_ORDER, OTHER_START, UNMOVED, NO_GRADIENT, OTHER_GRADIENT,
     OTHER_RATE, OTHER_UPDATE, OTHER_LOSS, OTHER_CURVE,
 )  # fmt: skip
-"""The most telling first: fewer rows also make another gradient."""
+"""The most specific first: fewer rows also change the gradient."""
 EFFECTS = (OTHER_GRADIENT, OTHER_RATE, OTHER_UPDATE, OTHER_LOSS, OTHER_CURVE)
 """What follows from other causes; alone, the first of them is the name."""
 MOVEMENT, MOVEMENT_16, MOVEMENT_8 = 0.02, 0.2, 0.5
@@ -259,7 +259,7 @@ def after_timing(
 
 
 def _reached(flow: FlowFound) -> list[Difference]:
-    """What the passes of the steps that were looked at got."""
+    """What reached the passes of the audited steps."""
     before: list[str] = []
     given_before: list[str] = []
     for step, given in enumerate(flow.get("digests", ())):
@@ -282,12 +282,12 @@ def _reached(flow: FlowFound) -> list[Difference]:
 
 
 def main_kind(found: Sequence[Difference]) -> str | None:
-    """The most telling name."""
+    """The most specific name."""
     return min((each.kind for each in found), key=ORDER.index, default=None)
 
 
 def in_words(found: Sequence[Difference]) -> str:
-    """The most telling first, of one kind the first, and without what only follows from them."""
+    """The most specific first, one per kind, without differences that only follow from them."""
     first: dict[str, Difference] = {}
     for each in found:
         first.setdefault(each.kind, each)

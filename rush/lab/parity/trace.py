@@ -51,9 +51,9 @@ INITIAL, MOVED = "initial/", "moved/"
 class Trace:
     log: StepLog
     flow: Flow
-    """Of the first steps."""
+    """Over the first steps."""
     unmoved: list[str]
-    """Trained tensors that are what they were before the first step."""
+    """Trained tensors that did not change since before the first step."""
     weights: str
     """The dtype of the trained weights, or of their masters."""
     dtype: str

@@ -1,11 +1,11 @@
-"""The contenders of a race: from the words of the command line to recipes that may be compared.
+"""The contenders of a race: from the arguments of the command line to comparable recipes.
 
     rush race schedule.warmup=10 tiny tiny techniques+=compile
               for all of them    A    B with its own override
 
-`KEY=VALUE` behind a recipe changes that recipe, before the first one all of them. Two losses say something about each other only
-where they are the same loss of the same text under the same vocabulary, and two curves only where both read the same samples in
-the same order; whatever else differs is what is raced.
+`KEY=VALUE` after a recipe changes that recipe, before the first one all of them. Losses are comparable only
+for the same objective on the same text with the same vocabulary, and curves only if both recipes read the
+same samples in the same order. All other keys may differ.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from rush.recipe_io import differences, load_recipe
 from rush.techniques import group_of, registry
 
 MOST = 6
-"""Contenders: as many as a page has colors and a person can follow."""
+"""Maximum number of contenders: the colors of a page."""
 LETTERS = "ABCDEF"
 _OVERRIDE = re.compile(r"^[A-Za-z_][\w.-]*\s*(\+=|-=|=)")
 SAME = ("data.", "objective.", "batch.sequence", "model.init_from", "run.device")
-"""Keys that all contenders have the same of."""
+"""Keys that must be equal for all contenders."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A recipe with its letter, and the words that name it."""
+    """A recipe with its letter, and the arguments that name it."""
 
     letter: str
     name: str
@@ -39,7 +39,7 @@ class Contender:
 
 
 def read_contenders(words: Sequence[str | Recipe]) -> list[Contender]:
-    """The contenders that these words name. A word with spaces is a recipe with its overrides behind it."""
+    """The contenders of these arguments. An argument with spaces is a recipe followed by its overrides."""
     found: list[tuple[str | Recipe, list[str]]] = []
     shared: list[str] = []
     for word in words:
@@ -77,7 +77,7 @@ def _contender(letter: str, one: str | Recipe, shared: Sequence[str], more: Sequ
 
 
 def check_comparable(contenders: Sequence[Contender]) -> None:
-    """Refuse, in one sentence, a race whose losses would not be of the same thing."""
+    """Refuse a race whose losses would not be comparable."""
     first = contenders[0]
     for other in contenders[1:]:
         both = f"{first.letter} and {other.letter}"
@@ -101,7 +101,7 @@ def _vocabulary(recipe: Recipe) -> int:
 
 
 def _check_same_documents(first: Contender, other: Contender) -> None:
-    """In fine-tuning a step holds documents, and which ones depends on packing and batch."""
+    """In fine-tuning, packing and batch determine the documents of a step."""
     for what, ours, theirs in (
         ("the packing", _packing(first.recipe), _packing(other.recipe)),
         ("batch.micro", first.recipe.micro, other.recipe.micro),

@@ -1,12 +1,12 @@
-"""What a race found: time and tokens to the same loss, gross and net, the gap at equal tokens, with intervals over seeds.
+"""The findings of a race: time and tokens to the same loss, gross and net, the gap at equal tokens, with intervals over seeds.
 
-Gross is tokens per second; net is the time to the same loss. A recipe may be faster gross and slower net: each of its steps takes
-less time and teaches less. The losses at which time and tokens are compared are those that all contenders had reached after a
-quarter, a half, three quarters and all of the tokens, with the same seed: the last is the slowest learner's final loss.
+Gross is tokens per second; net is the time to the same loss. A recipe may be faster gross and slower net: its steps are
+shorter, but the model learns less per step. Time and tokens are compared at the losses that all contenders had reached after a
+quarter, a half, three quarters and all of the tokens, with the same seed: the last is the highest final loss.
 
-Seeds are the samples: runs with the same seed read the same text in the same order, so contenders are compared seed by seed. Few
-seeds say little, and the bootstrap alone would hide that: its interval is widened by what Student's distribution gives for their
-number. One seed has no interval.
+Seeds are the samples: runs with the same seed read the same text in the same order, so contenders are compared seed by seed.
+The bootstrap alone would understate the uncertainty of a few seeds, so its interval is widened by Student's distribution for
+their number. One seed has no interval.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rush.records.race_curves import RacePoint, best_until, leg_time, leg_tokens
 
 FRACTIONS = {0.25: "a quarter", 0.5: "half", 0.75: "three quarters", 1.0: "all"}
 _STUDENT = {1: 12.706, 2: 4.303}
-"""The 97.5 % points below three degrees of freedom."""
+"""Student's 97.5 % points for fewer than three degrees of freedom."""
 Points = Mapping[int, Sequence[RacePoint]]
 
 
@@ -49,7 +49,7 @@ def _same_seeds(points: dict[str, dict[int, list[RacePoint]]]) -> dict[str, dict
 
 
 def _depths(record: RaceRecord, points: Mapping[str, Points], base: str) -> list[DepthRecord]:
-    """The losses that all contenders had reached by then, seed by seed: what a seed gives or takes, it does for all."""
+    """The losses that all contenders had reached by then, seed by seed: the effect of a seed is common to all."""
     common = min(run[-1].tokens for found in points.values() for run in found.values())
     named: list[tuple[str, dict[int, float]]] = []
     for fraction, words in FRACTIONS.items():

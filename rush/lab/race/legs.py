@@ -1,8 +1,9 @@
-"""The legs of a race: each a real `rush train`, forked from a process that has only imported, resumed from the last leg's checkpoint.
+"""The legs of a race: each a real `rush train`, forked from a process that has only imported, resumed from the last leg's
+checkpoint.
 
-What is measured lies in the run folders, where training writes it: a leg is done when there is a checkpoint at its last step. A leg
-that was killed left none; its rows are cut away when it runs again. A race that was killed between the end of a leg and its note
-in `race.json` finds the checkpoint, and notes the leg then: no step is measured twice, and none is lost.
+The measurements are in the run folders, written by training: a leg is done when there is a checkpoint at its last step. A
+killed leg left no checkpoint; its rows are truncated when it runs again. If a race was killed between the end of a leg and its
+entry in `race.json`, it finds the checkpoint and adds the entry: no step is measured twice, and none is lost.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from rush.records.race import RaceLeg, RaceRun
 from rush.records.run_folder import RunFolder
 
 LIMIT_S = 14 * 86400.0
-"""Of a leg: a hang is found by the run's own timeouts."""
+"""Time limit of a leg; the run's own timeouts find hangs."""
 PROBE_S = 900.0
 
 
@@ -56,7 +57,7 @@ class RaceBench:
         return steps[-1] if steps else 0
 
     def drive(self, one: Contender, seed: int, run: RaceRun, until: int, place: int) -> None:
-        """Train a run to the step `until`, and note in its record what came of it."""
+        """Train a run to the step `until`, and record the outcome."""
         files, work = self.run_folder(one, seed), self.folder / "work"
         recipe = self.plan.raced(one, seed)
         path = work / "recipes" / f"{one.letter}-{seed}.toml"
@@ -75,7 +76,7 @@ class RaceBench:
             note = RaceLeg(first=0, last=0, place=place, started=started, wall_s=wall_s, load=load)
             read_run(run, files, until, note)
             return
-        run["status"], run["reason"] = _ending(codes, _stderr(streams), read_failure(files))
+        run["status"], run["reason"] = _ending(codes, _stderr(streams))
 
 
 def read_run(run: RaceRun, files: RunFolder, until: int, note: Mapping[str, Any] | None = None) -> None:
@@ -102,25 +103,16 @@ def read_run(run: RaceRun, files: RunFolder, until: int, note: Mapping[str, Any]
 
 
 def _rounded(value: float) -> float:
-    """Six significant digits, as many as a loss or a time has."""
+    """Round to six significant digits, the precision of a loss or a time."""
     return float(f"{value:.6g}")
 
 
-def read_failure(files: RunFolder) -> Mapping[str, Any]:
-    from rush.files import parse_json
-
-    try:
-        found = parse_json(files.last_failure.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _ending(codes: list[int] | None, stderr: str, failure: Mapping[str, Any]) -> tuple[str, str]:
+def _ending(codes: list[int] | None, stderr: str) -> tuple[str, str]:
     """The status of a run whose leg did not reach its end, and the reason."""
     if codes is None:
         return "killed", "its leg was not done after two weeks"
-    said = shareable(last_error(stderr)).removeprefix("error: ")
+    line, message = last_error(stderr)
+    said = shareable(message or line)
     if Diverged.exit_code in codes:
         return "diverged", said
     if all(
@@ -138,7 +130,7 @@ def _stderr(streams: Streams) -> str:
 
 @contextmanager
 def open_race_bench(plan: RacePlan, folder: Path) -> Iterator[RaceBench]:
-    """Probe the machine in a process of its own: the race itself never touches the device."""
+    """Probe the machine in a separate process: the race itself never touches the device."""
     starter = Starter(COMMANDS, dismantle=False)
     try:
         spec = {"kind": "look", "device": plan.contenders[0].recipe.run.device}

@@ -1,8 +1,8 @@
-"""Net beside gross: a race of two recipes for a ladder's rung or a search's winner.
+"""Net in addition to gross: a race of two recipes for a ladder's rung or a search's winner.
 
-A ladder and a search time steps, which is gross. What a step of a STATISTICAL technique teaches may be a little less, and only a race
-says how much: so where one was asked for, or was made before, its net ratio is recorded beside the gain. It takes the time of six
-runs (three seeds each), so nothing races unasked.
+A ladder and a search time steps, which is gross. A model may learn slightly less per step with a STATISTICAL technique, and
+only a race measures how much: if one was requested, or exists already, its net ratio is recorded with the gain. It takes the
+time of six runs (three seeds each), so it only runs on request.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def race_pair(plan: RacePlan, folder: Path, *, note: Callable[[str], None]) -> N
 
 
 def net_of(record: RaceRecord, folder: Path) -> NetRecord | None:
-    """What a finished race of two says, for the record of a rung or winner."""
+    """The findings of a finished race of two, for the record of a rung or winner."""
     if not record["findings"] or record.get("finished") is None:
         return None
     found = record["findings"][0]
@@ -150,7 +150,7 @@ def without_statistical(recipe: Recipe) -> tuple[Recipe, str]:
 
 
 def _known(place: Path, rungs: Sequence[RungRecord]) -> NetRecord | None:
-    """The net of a race that was made before, of the same recipes."""
+    """The net of an earlier race of the same recipes."""
     return _known_digests(place, [rung.get("digest") for rung in rungs])
 
 

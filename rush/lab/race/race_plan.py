@@ -1,9 +1,9 @@
-"""The plan of a race: how many tokens, where everybody is validated, how runs are divided into legs.
+"""The plan of a race: the number of tokens, the validation points, the division of runs into legs.
 
-All runs are validated after the same numbers of tokens: multiples of the least common multiple of the contenders' tokens a step. The
-tokens of the race are rounded up to such a multiple, and every contender's schedule gets as many steps as they make: it decays over
-the race, as it would over a run of that length. The phases of a batch-size schedule are rounded to such multiples, too. Legs end at
-validations, so that a leg can be resumed from its checkpoint.
+All runs are validated after the same numbers of tokens: multiples of the least common multiple of the contenders' tokens a step.
+The tokens of the race are rounded up to such a multiple, and every contender's schedule gets the corresponding number of steps: it
+decays over the race, as over a run of that length. The phases of a batch-size schedule are rounded to such multiples, too. Legs
+end at validations, so that a leg can be resumed from its checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POINTS, FEWEST_POINTS = 20, 4
 LEGS = 4
 MOST_SEEDS = 100
 RUN = {"run.save_every": 0, "run.keep": 1, "run.sample_every": 0, "run.sample_tokens": 0, "run.trackers": []}
-"""What every run of a race has: nothing but training and validations, and a checkpoint at the end of a leg."""
+"""Overrides of every run of a race: only training and validations, and a checkpoint at the end of a leg."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class RacePlan:
         return [sizes.step_at(end * self.every_tokens) for end in ends]
 
     def order(self) -> list[tuple[int, Contender, int]]:
-        """Every leg as (number, contender, seed), in the order in which they are made. Whoever begins changes from leg to leg, so that a
-        machine that slows down, or speeds up, does so for all."""
+        """Every leg as (number, contender, seed), in order. The first contender changes from leg to leg, so that a machine that
+        slows down, or speeds up, affects all alike."""
         found = []
         for number in range(self.num_legs):
             for place, seed in enumerate(self.seeds):

@@ -4,15 +4,14 @@ DIR/race.json            contenders, legs, losses and step times of every run, f
 DIR/recipes/A.toml       the contenders' recipes as given, ready for `rush train`
 DIR/runs/A-1337/         a run folder for every contender and seed
 
-A contender that diverges or fails is out, with its reason; the others go on. A run that was killed from outside ends the command:
-the next one with the same words tries its leg again.
+A contender that diverges or fails is out, with its reason; the others continue. A run that was killed from
+outside ends the command; repeating the command retries its leg.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,13 @@ from rush.data import read_manifest
 from rush.data.conversations import read_document_manifest
 from rush.errors import DataError, MachineError, RecipeError
 from rush.files import timestamp, write_atomic
+from rush.lab.progress import Progress
 from rush.lab.race.contenders import Contender
 from rush.lab.race.findings import findings_of
 from rush.lab.race.legs import RaceBench, clean, open_race_bench, read_run
 from rush.lab.race.race_plan import RacePlan
 from rush.recipe import Recipe
-from rush.recipe_io import differences, write_toml
+from rush.recipe_io import differences, value_at, write_toml
 from rush.records.lock import FolderLock
 from rush.records.race import ENDED, FILE, FORMAT, RaceRecord, RaceRun, read_race, write_race
 from rush.records.race_curves import points_of
@@ -35,20 +35,7 @@ from rush.training.corpus import open_corpus
 Note = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class RaceProgress:
-    """Reported before and after every leg."""
-
-    record: RaceRecord
-    doing: str | None
-    """The leg that runs now; None after it."""
-    ended: str | None
-    """What became of the leg that ended now."""
-    done: int
-    total: int
-    seconds_left: float | None
-
-
+RaceProgress = Progress[RaceRecord]
 Watch = Callable[[RaceProgress], None]
 
 
@@ -226,7 +213,7 @@ class Race:
             run["status"] = "ok"
 
     def _catch_up(self, one: Contender, seed: int) -> None:
-        """Note what was trained before the last attempt was killed."""
+        """Record what was trained before the last attempt was killed."""
         run, done = self.runs[one.letter, seed], self.bench.done(one, seed)
         if run["status"] in ENDED:
             return
@@ -253,7 +240,7 @@ class Race:
         legs = [leg.get("wall_s") for run in self.runs.values() for leg in run["legs"]]
         walls = [wall for wall in legs if wall is not None]
         left = sum(walls) / len(walls) * (len(order) - done) if walls else None
-        self.watch(RaceProgress(record, doing, ended, done, len(order), left))
+        self.watch(RaceProgress(record, doing, done, len(order), left, ended))
         return record
 
     def record(self) -> RaceRecord:
@@ -303,13 +290,8 @@ def recipe_differences(recipes: list[Recipe]) -> list[list[str]]:
     keys = {key for other in recipes[1:] for key in differences(recipes[0], other)} - {"about"}
     rows = []
     for key in sorted(keys):
-        values = []
-        for recipe in recipes:
-            node: Any = recipe.model_dump()
-            for part in key.split("."):
-                node = node.get(part) if isinstance(node, dict) else None
-            values.append("none" if node is None else str(node))
-        rows.append([key, *values])
+        values = [value_at(recipe.model_dump(), key) for recipe in recipes]
+        rows.append([key, *("none" if value is None else str(value) for value in values)])
     return rows
 
 
@@ -330,7 +312,7 @@ def _new_run(one: Contender, seed: int) -> RaceRun:
 
 
 def _became(one: Contender, run: RaceRun) -> str:
-    """What became of a leg, in one line."""
+    """The outcome of a leg, in one line."""
     said = f"{one.letter}, seed {run['seed']}: "
     if run["reason"] is not None:
         return f"{said}{run['status']}, {run['reason']}"

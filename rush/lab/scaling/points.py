@@ -291,6 +291,7 @@ def judged(ours: TraceFound | None, one: TraceFound | None, why: str | None) -> 
     ]
     worst, limit, what = max(off, key=lambda row: row[0] / row[1])
     equal = worst <= limit
+    apart = f"{what} is off by {worst:.1e}, {'within' if equal else 'beyond'} the {limit:.1e} of rounding in {ours['dtype']}"
     return {
         "verdict": "equal" if equal else "different",
         "class": "CLOSE",
@@ -301,7 +302,7 @@ def judged(ours: TraceFound | None, one: TraceFound | None, why: str | None) -> 
         "reference_losses": one["losses"],
         "grad_norms": ours["grad_norms"],
         "reference_grad_norms": one["grad_norms"],
-        "why": f"{what} is off by {worst:.1e}, {'within' if equal else 'beyond'} the {limit:.1e} of rounding in {ours['dtype']}",
+        "why": apart if worst > 0 else "every loss and every gradient norm is the same number",
     }
 
 

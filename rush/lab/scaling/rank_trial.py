@@ -1,10 +1,9 @@
-"""The inside of a trial on several ranks: one process starts them on torchrun's engine, waits, and puts together what they found.
+"""The inside of a trial on several ranks: one process starts them with torchrun's engine, waits, and merges their results.
 
-The trial's own process has imported everything and done nothing else, so a rank is its fork: as fresh as a process that
-was started by hand, a dozen seconds sooner. (Not on GPUs: torchrun's engine asks CUDA how many there are, after which a
-fork cannot use them.) Ranks find each other as under torchrun and join as `rush train` does. They
-must make the same number of steps, so every decision (warm enough? how many samples?) is taken from seconds that all
-have agreed on: those of the slowest. Each is watched, and each writes down its own memory; rank 0 also the rest.
+The trial's process has only imported, so ranks are forked from it: as fresh as a new process, a dozen seconds sooner. (Not on
+GPUs: torchrun's engine queries the number of CUDA devices, after which a fork cannot use them.) The rendezvous is torchrun's,
+and ranks join as in `rush train`. They must run the same number of steps, so every decision (warm enough? how many samples?) is
+based on the slowest rank's seconds, which all ranks share. Each rank records its own memory; rank 0 also everything else.
 """
 
 from __future__ import annotations
@@ -99,14 +98,18 @@ def _start_by(launcher: str, num_ranks: int, result: Path) -> None:
 
 
 def _gather(num_ranks: int, exits: Mapping[int, int], result: TrialResult) -> None:
-    """All that the ranks wrote, in one result, with the status of the one to blame."""
+    """The results of all ranks as one, with the status of the rank at fault."""
     files = [_file(result.path, rank) for rank in range(num_ranks)]
     reports = [json.loads(file.read_text()) if file.exists() else {} for file in files]
     result.found |= reports[0]
     result.found["complete"] = False
     result.add(ranks=[{key: one.get(key) for key in OWN} for one in reports])
     endings = [
-        (bool(one.get("lost")), BLAME.index(one.get("ended", one["status"])), str(one.get("reason")))
+        (
+            bool(one.get("lost")),
+            BLAME.index(one.get("ended", one["status"])),
+            str(one.get("ended_reason", one.get("reason"))),
+        )
         for one in reports
         if one.get("complete") and (one["status"] != "ok" or "ended" in one)
     ]
@@ -120,9 +123,9 @@ def _gather(num_ranks: int, exits: Mapping[int, int], result: TrialResult) -> No
                 (code == -signal.SIGTERM, BLAME.index("crashed"), f"rank {rank} ended with {code}.")
             )
     if endings:
-        # Who lost the connection to another is not to blame.
+        # A rank that lost the connection to another one is not at fault.
         _, status, reason = min(endings)
-        result.finish(BLAME[status], reason.removeprefix("after the timing: "))
+        result.finish(BLAME[status], reason)
 
 
 def _file(path: Path, rank: int) -> Path:
@@ -147,11 +150,11 @@ def be_rank(spec: Mapping[str, Any], path: str) -> None:
         sys.stderr.flush()
         if result.found.get("lost"):
             time.sleep(SEEN_FIRST_S)
-        os._exit(1)  # a rank that failed must not wait for the others on its way out
+        os._exit(1)  # a failed rank must exit without waiting for the others
 
 
 def _measure(spec: Mapping[str, Any], result: TrialResult) -> None:
-    """Time, watch and trace, as far as the spec asks for each."""
+    """Time, profile and trace, as the spec requests."""
     for path in spec["extra_techniques"]:
         add_technique(Path(path))
     recipe, machine = _recipe(spec["recipe"]), Machine.from_dict(spec["machine"])

@@ -10,7 +10,6 @@ A device of a CPU study is a fixed number of cores, the same for every rank, so 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from rush.errors import RecipeError
@@ -19,6 +18,7 @@ from rush.hardware.samples import Sample, bus_factor
 from rush.lab.ladder.findings import drift_of
 from rush.lab.paired import floors_of
 from rush.lab.parity.trace import parity_recipe
+from rush.lab.progress import Progress
 from rush.lab.scaling.layouts import ONE, laid_out, sizes_of
 from rush.lab.scaling.points import FORMULAS, ScalingPoint, comparisons_of, judged, point_of, predicted
 from rush.lab.scaling.rank_runner import GROUP_OF_ONE, PEERLESS, SHARED, RankBench, open_rank_bench
@@ -32,19 +32,7 @@ from rush.records.lock import FolderLock
 from rush.records.scaling import FILE, FORMAT, SCALINGS, LinkRecord, ScaleRecord, read_scale, write_scale
 from rush.training.corpus import open_corpus
 
-
-@dataclass(frozen=True)
-class ScalingProgress:
-    """Reported before and after every trial."""
-
-    record: ScaleRecord
-    doing: str | None
-    """What is measured now, None when all is done."""
-    done: int
-    total: int
-    seconds_left: float | None
-
-
+ScalingProgress = Progress[ScaleRecord]
 Watch = Callable[[ScalingProgress], None]
 
 

@@ -106,7 +106,7 @@ def read_devices(text: str) -> tuple[int, ...]:
 
 
 def _check_launcher(launcher: str | None) -> None:
-    """Refuse a command that cannot be started before anything is measured."""
+    """Refuse a command that cannot start, before the first measurement."""
     try:
         words = [] if launcher is None else shlex.split(launcher) or [""]
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""One trial: a recipe in a fresh process, timed, with a limit, whatever becomes of it."""
+"""One trial: a recipe timed in a fresh process with a time limit."""

@@ -1,8 +1,8 @@
 """A digest of everything that a technique could have changed and a profile shows.
 
-Evidence is a technique's own function, and may see what it wants to see. What it cannot make up is a difference: if a
-rung ran the same operators as often, with the same dtypes, settings, hooks and state as the rung before, and gave the same bits,
-then what it added did nothing, whatever its evidence says.
+Evidence is a technique's own function, and may be too lenient. A difference cannot be faked: if a rung ran
+the same operators as often, with the same dtypes, settings, hooks and state as the rung before, and gave the
+same bits, its addition had no effect, whatever its evidence returns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COUNTED = ("aten::", "rush::", "autograd::")
 
 
 def fingerprint(run: Run, seen: Observation) -> str:
-    """The digest of a profiled run; two runs of one recipe give the same, and two that differ may by chance differ more."""
+    """The digest of a profiled run; two runs of one recipe have the same digest, unless they differ by chance."""
     told: dict[str, Any] = {
         "operators": {name: count for name, count in seen.ops.items() if name.startswith(COUNTED)},
         "kernels": sorted(seen.kernels),

@@ -14,7 +14,7 @@ class StepsFound(TypedDict, total=False):
     labels: list[int]
     tokens: list[int]
     digests: list[str]
-    """Of the loader's batches, inputs and labels."""
+    """Digest of the loader's batches, inputs and labels."""
     reached_rows: list[int]
     """Rows that reached the innermost pass; 0 where a captured graph was replayed."""
     reached_tokens: list[int]
@@ -69,7 +69,7 @@ class TraceFound(TypedDict, total=False):
     """The matmul dtype; only in traces on several ranks, and in those of this version."""
     steps: StepsFound
     flow: FlowFound
-    """Of the first steps."""
+    """Over the first steps."""
     moved_steps: int
     """Steps after which the weights' movement was kept, beside the gradients."""
     unmoved: list[str]
@@ -81,13 +81,13 @@ class TraceFound(TypedDict, total=False):
 
 
 class FlowFound(TypedDict, total=False):
-    """What the loader returned and what reached the innermost pass, of each step that was looked at."""
+    """What the loader returned and what reached the innermost pass, for each audited step."""
 
     labels: list[int]
     reached_labels: list[int]
     """0 where a captured graph was replayed."""
     digests: list[list[str]]
-    """Of every micro batch, whole."""
+    """Digest of every full micro batch."""
     reached_digests: list[list[str]]
 
 
@@ -130,6 +130,7 @@ class TrialFound(TypedDict, total=False):
     reason: str | None
     ended: str
     """The status of a trial that failed after its timing."""
+    ended_reason: str | None
     lost: bool
     """Whether it failed because another rank did."""
     seconds: dict[str, float]

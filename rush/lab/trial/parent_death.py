@@ -1,4 +1,4 @@
-"""Dying with the parent: a ladder that is killed outright cannot end its processes; Linux does it instead."""
+"""Exit with the parent: a ladder killed by SIGKILL cannot end its processes, so Linux does it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """The inside of a trial: a process forked by `rush.lab.trial.starter`, or `python -m rush.lab.trial.process SPEC RESULT`.
 
-Reads a spec (JSON), does what it says, writes what it found (JSON). The result is rewritten after each
-part, so that a profile or a parity run that goes wrong does not take the timing with it. Errors that mean
-something to the ladder become a status here; every other exception ends the process with its traceback,
-and the parent reads the last line.
+Reads a spec (JSON), executes it, writes the result (JSON). The result is rewritten after each part, so that a
+failing profile or parity run does not lose the timing. Errors that the ladder handles become a status here;
+every other exception ends the process with its traceback, and the parent reads the last line.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def _work_of(kind: str) -> Work:
 
 
 def _look(spec: Mapping[str, Any], result: TrialResult) -> None:
-    """What the machine is; and of GPUs how fast, which predictions are made from."""
+    """The machine's record; for GPUs with the rates that predictions use."""
     machine = probe(spec["device"])
     result.add(machine=machine.to_dict())
     if machine.device == "cuda":
@@ -71,7 +70,7 @@ def _look(spec: Mapping[str, Any], result: TrialResult) -> None:
 
 
 def _prepare(spec: Mapping[str, Any], result: TrialResult) -> None:
-    """What is done once per ladder, here so that the ladder itself never touches the device."""
+    """The work done once per ladder, in this process so that the ladder itself never touches the device."""
     machine = probe(spec["device"])
     result.add(machine=machine.to_dict())
     every = machine.device != "cpu" or spec["every_dtype"]
@@ -82,7 +81,7 @@ def _prepare(spec: Mapping[str, Any], result: TrialResult) -> None:
 
 
 def _measure(spec: Mapping[str, Any], result: TrialResult) -> None:
-    """Time the recipe, watch it, and trace its parity, as far as the spec asks for each."""
+    """Time the recipe, profile it, and trace its parity, as the spec requests."""
     for path in spec["extra_techniques"]:
         add_technique(Path(path))
     recipe, machine = _recipe(spec["recipe"]), Machine.from_dict(spec["machine"])
@@ -122,7 +121,7 @@ def _trace(parity: Mapping[str, Any], machine: Machine, name: str, result: Trial
 
 
 def _audit(audited: Audited, plain: Recipe, machine: Machine) -> AuditFound:
-    """The steps after the timing against plain fp32; without memory for that one, why not."""
+    """The steps after the timing against plain fp32, or why not if it does not fit in memory."""
     try:
         return held_against_plain(audited, plain, machine)
     except (MemoryError, torch.OutOfMemoryError, MachineError) as error:

@@ -59,5 +59,11 @@ class TrialResult:
             return
         timed = "timing" in self.found and status != "ok"
         # A timing stays valid when a later part of the trial fails.
-        ended = {"status": "ok", "reason": f"after the timing: {reason}", "ended": status} if timed else {}
+        after = {
+            "status": "ok",
+            "reason": f"after the timing: {reason}",
+            "ended": status,
+            "ended_reason": reason,
+        }
+        ended = after if timed else {}
         self.add(**{"status": status, "reason": reason, **ended, "complete": True})

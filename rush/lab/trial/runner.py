@@ -98,7 +98,7 @@ def digest_of(inputs: Any) -> str:
 
 
 def canonical(tree: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's tree without the order of its techniques, which means nothing."""
+    """A recipe's tree without the order of its techniques, which has no effect."""
     return {**tree, "techniques": sorted(map(json.dumps, tree["techniques"]))}
 
 

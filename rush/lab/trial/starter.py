@@ -1,12 +1,11 @@
 """Starting processes: trials and `rush` commands, forked from one that has imported everything and done nothing else.
 
 Importing torch and this package takes seconds, on some machines a quarter of a minute, and a ladder starts
-dozens of trials. So one process (`python -m rush.lab.trial.starter`) imports once and then forks a child for each
-trial or command. It never computes, and opens no device: a child begins as a process that has just
-finished its imports, with nothing warm. Where forking is not safe (anything but Linux) a child is started
-the plain way.
+dozens of trials. So one process (`python -m rush.lab.trial.starter`) imports once and then forks a child for each trial or
+command. It never computes, and opens no device: a child starts like a process that has just finished its imports, without warm
+caches. Where forking is not safe (anything but Linux) a child is a new process.
 
-Every child leads a session of its own, so that ending it ends everything it started.
+Every child leads its own session, so that ending it ends everything it started.
 """
 
 from __future__ import annotations
@@ -71,15 +70,23 @@ class Starter:
     """Starts one trial after another; the forking process is made when the first is asked for."""
 
     def __init__(
-        self, preloaded: Sequence[str] = (), *, fork: bool = sys.platform == "linux", dismantle: bool = True
+        self,
+        preloaded: Sequence[str] = (),
+        *,
+        fork: bool = sys.platform == "linux",
+        dismantle: bool = True,
+        line: Callable[[Sequence[str]], Connection] | None = None,
     ) -> None:
         self._preloaded = preloaded
         """Further modules that trials will need."""
         self._fork = fork
         """Whether children are forked; otherwise each is `python -m rush` and imports everything itself, as a user's does."""
         self._dismantle = dismantle
-        """Whether a `rush` command that is done takes its interpreter apart, as a user's does. That takes longer than a
-        tiny command itself; without it, threads are still waited for and what is registered for the exit still runs."""
+        """Whether a finished `rush` command finalizes its interpreter, as a user's does. That takes longer than a tiny command
+        itself; without it, threads are still joined and exit callbacks still run."""
+        self._given_line = line
+        """Connects to a forking process that somebody else started, which has imported the modules it is called with
+        (`serve`); None: this starts one of its own."""
         self._server: subprocess.Popen[bytes] | None = None
         self._line: Connection | None = None
 
@@ -88,7 +95,7 @@ class Starter:
     ) -> int | None:
         """Run a trial to its end; its exit code (negative: the signal it died of), or None if it ran past the limit."""
         if not self._fork:
-            return _run_plainly(spec, result, log, extra, limit_s)
+            return run_plainly(spec, result, log, extra, limit_s)
         streams = [os.devnull, str(log), str(log)]
         trial = {"spec": str(spec), "result": str(result), "streams": streams, "environment": dict(extra)}
         codes = self._children([trial], limit_s, None)
@@ -105,7 +112,7 @@ class Starter:
         """Run `rush WORDS` to its end, in a process for each environment; their exit codes, as `run` gives them.
 
         All of them are killed (SIGKILL) as soon as `kill_when` says so; it is asked every millisecond at first, and after
-        ten seconds every five: a run that has taken long so far goes on like that.
+        ten seconds every five: a run that has taken long so far will take longer still.
         """
         children = [
             {
@@ -159,6 +166,8 @@ class Starter:
         self._server = self._line = None
 
     def _connect(self) -> Connection:
+        if self._line is None and self._given_line is not None:
+            self._line = self._given_line(self._preloaded)
         if self._line is None:
             self._line, far = Pipe()
             with far:
@@ -194,7 +203,7 @@ def end_session(session: int) -> None:
                 os.kill(candidate, signal.SIGKILL)
 
 
-def _run_plainly(spec: Path, result: Path, log: Path, extra: Mapping[str, str], limit_s: float) -> int | None:
+def run_plainly(spec: Path, result: Path, log: Path, extra: Mapping[str, str], limit_s: float) -> int | None:
     with open(log, "wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "rush.lab.trial.process", str(spec), str(result)],
@@ -269,9 +278,9 @@ def _kill(pids: Sequence[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _serve(line: Connection, preloaded: Sequence[str]) -> None:
-    """Fork the children of every order, tell their numbers, wait for them, tell how they ended."""
-    for name in (*PRELOADED, *preloaded):
+def preload(names: Sequence[str]) -> None:
+    """Import what trials need, and these modules."""
+    for name in (*PRELOADED, *names):
         importlib.import_module(name)
     registry()
     if "rush.cli" in sys.modules:
@@ -279,6 +288,10 @@ def _serve(line: Connection, preloaded: Sequence[str]) -> None:
     # Children share these objects' memory until they write to it, and a collection writes to every object it looks at.
     gc.collect()
     gc.freeze()
+
+
+def serve(line: Connection) -> None:
+    """Fork the children of every request, report their pids, wait for them, report how they ended."""
     while True:
         try:
             children: list[dict[str, Any]] = json.loads(line.recv_bytes())
@@ -319,15 +332,15 @@ def _be_child(child: Mapping[str, Any]) -> None:
     from rush.lab.trial.process import main
 
     main(child["spec"], child["result"], os.getppid())
-    # Its result is written. Leaving by the front door would wait for the compiler's workers to start (they are
-    # made on suspicion, and take seconds) only to stop them; ending the session ends them too.
+    # Its result is written. A normal exit would wait for the compiler's workers to start (they are started
+    # speculatively, which takes seconds) only to stop them; ending the session ends them too.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def _leave_standing() -> None:
-    """Run `rush` and end with its exit code, without taking the interpreter apart."""
+    """Run `rush` and end with its exit code, without finalizing the interpreter."""
     code: object = 0
     try:
         runpy.run_module("rush", run_name="__main__")
@@ -345,4 +358,5 @@ def _leave_standing() -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
-    _serve(Connection(int(sys.argv[2])), sys.argv[3:])
+    preload(sys.argv[3:])
+    serve(Connection(int(sys.argv[2])))

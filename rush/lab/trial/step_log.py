@@ -1,10 +1,10 @@
-"""What every step of a trial was given, what reached the model, and what came out: written down while it is timed.
+"""The log of a trial's steps: the batches given, what reached the model, and the results, recorded during the timing.
 
-A speed counts only for steps that trained on what they were given. So each step, of the warm-up and timed, leaves its loss
-and gradient norm, its rows, labels and tokens, a digest of the loader's batches taken before a technique could touch them,
-and the rows and tokens that reached the innermost pass, behind everything that techniques wrap around it. All of that is known
-on the host, so nothing waits for the device: shapes are read, and a digest covers a few columns of each row. What only the
-device knows (the labels that reached the model) is counted after the timing, while `looking`.
+A speed counts only for steps that trained on their batches. So each step, warm-up and timed, logs its loss and gradient norm,
+its rows, labels and tokens, a digest of the loader's batches (taken before a technique can modify them), and the rows and
+tokens that reached the innermost pass, inside all wrappers of techniques. All of that is known on the host, so nothing
+synchronizes the device: it reads shapes, and a digest covers a few columns of each row. What only the device knows (the labels
+that reached the model) is counted after the timing, while `looking`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StepLog:
     captured: bool = False
     """Whether a CUDA graph was captured: replays of it call no pass."""
     looking: Flow | None = None
-    """Where nothing is timed: everything that reaches the innermost pass."""
+    """Set after the timing: everything that reaches the innermost pass."""
     _rows: int = 0
     _tokens: int = 0
 
@@ -103,7 +103,7 @@ class StepLog:
             self.looking.begin(batches)
 
     def launched(self) -> None:
-        """Its passes are launched, all of them."""
+        """Called when all of the step's passes are launched."""
         self.reached_rows.append(self._rows)
         self.reached_tokens.append(self._tokens)
 

@@ -1,11 +1,11 @@
 """Timing steps: warm up until the step time is steady, then timed windows of whole optimizer steps.
 
-The first step pays for compiling, loading kernels and growing the allocator; it is reported apart and is
-never inside a throughput. After it, steps are steady when the median of the last few is close to that of
-the few before. A sample is one optimizer step, or as many as fill a short window where steps are so
-short that the clock and the scheduler would be measured instead. Samples follow each other without a pause, as
-steps do in training: a device that had to run dry before each would wait for the host's first launches, every
-time. The wait for data is part of a step, because it is part of training; it is also reported by itself.
+The first step includes compiling, loading kernels and growing the allocator; it is reported separately and
+never part of a throughput. After it, step time is steady when the median of the last few steps is close to
+that of the few before. A sample is one optimizer step, or as many as fill a short window if steps are too
+short for the clock and the scheduler. Samples follow each other without a pause, as steps do in training: if
+the device's queue ran empty before each sample, it would wait for the host's first launches every time. The
+wait for data is part of a step, as in training; it is also reported separately.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ENOUGH = 8
 COMMON = 8
 """With uneven batches, timing starts after a multiple of this many steps."""
 KINDS = ("processed", "real", "trained")
-"""Tokens: all of them, those that are no padding, those with a label."""
+"""Kinds of tokens: processed, without padding, trained (with a label)."""
 
 
 @dataclass(frozen=True)
@@ -254,11 +254,11 @@ def _warm_up(one: Callable[[], float], timing: Timing) -> tuple[list[float], boo
 
 
 Clock = Callable[[Callable[[], None], int, int], list[float]]
-"""Call, windows, calls in a window: the seconds of each window."""
+"""(call, number of windows, calls per window) -> the seconds of each window."""
 
 
 def _clock(device: torch.device) -> Clock:
-    """By events on the device where there are such, else by the host's clock."""
+    """By device events if available, else by the host's clock."""
     return _by_device if device.type == "cuda" else _by_host
 
 

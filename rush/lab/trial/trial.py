@@ -1,4 +1,4 @@
-"""One trial: a recipe in a process of its own, with a time limit.
+"""One trial: a recipe in a fresh process, with a time limit.
 
 A fresh process is the only fair start: no warm caches, no fragmented allocator, no compiled graph of another rung. It is also
 the only safe one: a trial may run out of memory, hang or crash, and each of these is a result, not the end of the ladder. The
@@ -49,7 +49,7 @@ def execute(
     compiled: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Run a spec in a process of its own (`rush.lab.trial.process`) for at most `limit_s` seconds.
+    """Run a spec in a fresh process (`rush.lab.trial.process`) for at most `limit_s` seconds.
 
     `compiled`: the compiler's cache, a folder per recipe, so that none uses a graph of another. `environment`: additional
     environment variables.
@@ -70,7 +70,7 @@ def execute(
     found: TrialFound = json.loads(result_file.read_text()) if result_file.exists() else {}
     if said := found.get("reason"):
         found["reason"] = shareable(said)
-    status, reason = _judge(found, code, limit_s, shareable(_tail(log_file)))
+    status, reason = judged_trial(found, code, limit_s, shareable(_tail(log_file)))
     shutil.rmtree(workspace)
     return Outcome(status, reason, found, wall_s)
 
@@ -80,7 +80,7 @@ def compiler_caches(folder: Path) -> dict[str, str]:
     return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
 
 
-def _judge(found: TrialFound, code: int | None, limit_s: float, tail: str) -> tuple[str, str | None]:
+def judged_trial(found: TrialFound, code: int | None, limit_s: float, tail: str) -> tuple[str, str | None]:
     """The status of a trial from its result and its exit code."""
     if found.get("complete"):
         return found["status"], found["reason"]

@@ -1,4 +1,4 @@
-"""Families of models as data, one file each: every module here with a `FAMILY` is one.
+"""Model families as data, one file each: every module here that defines `FAMILY`.
 
 `FAMILIES` has them by name (Hugging Face's model_type), `MODEL_TYPES` also by the other model_types that they read.
 docs/families.md shows how to add one.

@@ -1,7 +1,8 @@
-"""What a family of models is: one object of data, in a file of its own in this folder.
+"""A model family: one data object, in a separate file of this folder.
 
-`Structure` says what all models of the family have (kinds of norms, biases, activation). What differs between two models of a
-family (dims, windows, RoPE's numbers) are fields of `Shape`. `read` and `write` translate between Hugging Face's config.json
+`Structure` describes what all models of the family share (kinds of norms, biases, activation). The differences between two
+models of a family (dims, windows, RoPE's numbers) are fields of `Shape`. `read` and `write` translate between Hugging Face's
+config.json
 and those fields; `names`, `joined` and `transposed` say how the weights are stored.
 """
 
@@ -68,7 +69,7 @@ class Family:
     accepted: tuple[str, ...] = ()
     """Further names that `architectures` may have."""
     prefixes: tuple[str, ...] = ("model.",)
-    """Of the base model's tensors; the first is written, none may be missing."""
+    """Prefixes of the base model's tensors: rush writes the first; files may have any of them, or none."""
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Stored modules whose rows are those of several of ours, in this order."""
     transposed: bool = False

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rush.models.families.family import Config, Family, Fields
-from rush.models.families.llama_like import (
-    NAMES,
-    NO_BIASES,
-    SILU,
-    read_dims,
-    read_one_rope,
-    write_llama_like,
-)
+from rush.models.families.family import Config, Fields
+from rush.models.families.llama_like import NO_BIASES, llama_like, read_llama, write_llama_like
 from rush.models.families.settings import real
 
 if TYPE_CHECKING:
@@ -26,7 +19,7 @@ def _read(config: Config) -> Fields:
         "attention_scale": real(config, "attention_multiplier", 1.0),
         "logit_divisor": real(config, "logits_scaling", 1.0),
     }
-    return read_dims(config) | read_one_rope(config) | multipliers
+    return read_llama(config) | multipliers
 
 
 def _write(shape: Shape) -> dict[str, Any]:
@@ -40,13 +33,4 @@ def _write(shape: Shape) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
-    name="granite",
-    title="Granite 3",
-    architecture="GraniteForCausalLM",
-    accepted=("GraniteModel",),
-    read=_read,
-    write=_write,
-    names=NAMES,
-    supported={"hidden_act": SILU, **NO_BIASES},
-)
+FAMILY = llama_like("granite", "Granite 3", "Granite", _write, read=_read, supported=NO_BIASES)

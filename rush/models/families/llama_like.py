@@ -1,11 +1,11 @@
-"""What the families that vary Llama share: settings with the same names, and weights with the same names."""
+"""Shared by the variants of Llama: settings with the same names, and weights with the same names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rush.models.families.family import Config, Fields
+from rush.models.families.family import Config, Family, Fields
 from rush.models.families.settings import flag, number, read_rope, refuse, write_rope
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ QK_NORM_NAMES: Mapping[str, str] = {
     "attention.k_norm": "self_attn.k_norm",
 }
 SILU = ("silu", "swish")
-NO_BIASES: Mapping[str, tuple[object, ...]] = {"attention_bias": (False,), "mlp_bias": (False,)}
+ONE_BIAS: Mapping[str, tuple[object, ...]] = {"attention_bias": (False,)}
+NO_BIASES = {**ONE_BIAS, "mlp_bias": (False,)}
 
 
 def read_dims(
@@ -92,3 +93,30 @@ def write_llama_like(shape: Shape) -> dict[str, Any]:
         "attention_bias": False,
         **write_rope(shape.rope_theta, shape.rope_scaling),
     }
+
+
+def read_llama(config: Config) -> Fields:
+    return read_dims(config) | read_one_rope(config)
+
+
+def llama_like(
+    name: str,
+    title: str,
+    architecture: str,
+    write: Callable[[Shape], dict[str, Any]],
+    *,
+    read: Callable[[Config], Fields] = read_llama,
+    supported: Mapping[str, tuple[object, ...]] = ONE_BIAS,
+    **more: Any,
+) -> Family:
+    """A family of this kind: its class in transformers is `architecture` + ForCausalLM; `more` are further fields of `Family`."""
+    return Family(
+        name=name,
+        title=title,
+        architecture=f"{architecture}ForCausalLM",
+        accepted=(f"{architecture}Model",),
+        read=read,
+        write=write,
+        supported={"hidden_act": SILU, **supported},
+        **{"names": NAMES, **more},
+    )

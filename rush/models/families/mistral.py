@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rush.models.families.family import Config, Family, Fields
-from rush.models.families.llama_like import NAMES, SILU, read_dims, read_one_rope, write_llama_like
+from rush.models.families.family import Config, Fields
+from rush.models.families.llama_like import ONE_BIAS, llama_like, read_dims, read_one_rope, write_llama_like
 
 if TYPE_CHECKING:
     from rush.models.shape import Shape
@@ -21,13 +21,6 @@ def _write(shape: Shape) -> dict[str, Any]:
     return write_llama_like(shape) | {"sliding_window": shape.window}
 
 
-FAMILY = Family(
-    name="mistral",
-    title="Mistral",
-    architecture="MistralForCausalLM",
-    accepted=("MistralModel",),
-    read=_read,
-    write=_write,
-    names=NAMES,
-    supported={"hidden_act": SILU, "attention_bias": (False,), "layer_types": (None,)},
+FAMILY = llama_like(
+    "mistral", "Mistral", "Mistral", _write, read=_read, supported={**ONE_BIAS, "layer_types": (None,)}
 )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rush.models.families.family import Config, Family, Fields, Structure
+from rush.models.families.family import Config, Fields, Structure
 from rush.models.families.llama_like import (
     NAMES,
     QK_NORM_NAMES,
-    SILU,
+    llama_like,
     read_dims,
     read_one_rope,
     write_llama_like,
@@ -33,14 +33,12 @@ _OWN = {
     "mlp_post_norm": "post_feedforward_layernorm",
 }
 
-FAMILY = Family(
-    name="olmo2",
-    title="OLMo 2",
-    architecture="Olmo2ForCausalLM",
-    accepted=("Olmo2Model",),
-    structure=Structure(norm_position="after", norm_rounds_last=True, qk_norm="width"),
+FAMILY = llama_like(
+    "olmo2",
+    "OLMo 2",
+    "Olmo2",
+    _write,
     read=_read,
-    write=_write,
+    structure=Structure(norm_position="after", norm_rounds_last=True, qk_norm="width"),
     names={ours: theirs for ours, theirs in _OWN.items() if ours not in ("attention_norm", "mlp_norm")},
-    supported={"hidden_act": SILU, "attention_bias": (False,)},
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rush.models.families.family import Config, Family, Fields
-from rush.models.families.llama_like import NAMES, SILU, read_dims, write_llama_like
+from rush.models.families.family import Config, Fields
+from rush.models.families.llama_like import llama_like, read_dims, write_llama_like
 from rush.models.families.settings import read_rope, real, refuse
 from rush.models.rope_scaling import LongRopeScaling
 
@@ -51,17 +51,14 @@ def _write(shape: Shape) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
-    name="phi3",
-    title="Phi-3 and Phi-4",
-    architecture="Phi3ForCausalLM",
-    accepted=("Phi3Model",),
+FAMILY = llama_like(
+    "phi3",
+    "Phi-3 and Phi-4",
+    "Phi3",
+    _write,
     read=_read,
-    write=_write,
-    names=NAMES,
     joined={
         "self_attn.qkv_proj": ("attention.q", "attention.k", "attention.v"),
         "mlp.gate_up_proj": ("mlp.gate", "mlp.up"),
     },
-    supported={"hidden_act": SILU, "attention_bias": (False,)},
 )

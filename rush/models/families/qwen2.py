@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rush.models.families.family import Config, Family, Fields, Structure
-from rush.models.families.llama_like import NAMES, SILU, read_dims, read_one_rope, write_llama_like
+from rush.models.families.family import Config, Fields, Structure
+from rush.models.families.llama_like import llama_like, read_dims, read_one_rope, write_llama_like
 from rush.models.families.settings import flag, layer_kinds, layer_types, number
 
 if TYPE_CHECKING:
@@ -42,14 +42,6 @@ def _write(shape: Shape) -> dict[str, Any]:
     return write_llama_like(shape) | write_windows(shape) | {"attention_bias": True}
 
 
-FAMILY = Family(
-    name="qwen2",
-    title="Qwen 2 and 2.5",
-    architecture="Qwen2ForCausalLM",
-    accepted=("Qwen2Model",),
-    structure=Structure(biases="qkv"),
-    read=_read,
-    write=_write,
-    names=NAMES,
-    supported={"hidden_act": SILU},
+FAMILY = llama_like(
+    "qwen2", "Qwen 2 and 2.5", "Qwen2", _write, read=_read, supported={}, structure=Structure(biases="qkv")
 )

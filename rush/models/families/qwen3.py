@@ -1,14 +1,14 @@
-"""Qwen 3 (dense): Llama with RMSNorm of each head's queries and keys, and a head dim of its own."""
+"""Qwen 3 (dense): Llama with RMSNorm of each head's queries and keys, and an explicit head dim."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rush.models.families.family import Config, Family, Fields, Structure
+from rush.models.families.family import Config, Fields, Structure
 from rush.models.families.llama_like import (
     NAMES,
     QK_NORM_NAMES,
-    SILU,
+    llama_like,
     read_dims,
     read_one_rope,
     write_llama_like,
@@ -28,14 +28,12 @@ def _write(shape: Shape) -> dict[str, Any]:
     return write_llama_like(shape) | write_windows(shape)
 
 
-FAMILY = Family(
-    name="qwen3",
-    title="Qwen 3",
-    architecture="Qwen3ForCausalLM",
-    accepted=("Qwen3Model",),
-    structure=Structure(qk_norm="head"),
+FAMILY = llama_like(
+    "qwen3",
+    "Qwen 3",
+    "Qwen3",
+    _write,
     read=_read,
-    write=_write,
+    structure=Structure(qk_norm="head"),
     names={**NAMES, **QK_NORM_NAMES},
-    supported={"hidden_act": SILU, "attention_bias": (False,)},
 )

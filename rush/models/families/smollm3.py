@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rush.models.families.family import Config, Family, Fields
-from rush.models.families.llama_like import (
-    NAMES,
-    NO_BIASES,
-    SILU,
-    read_dims,
-    read_one_rope,
-    write_llama_like,
-)
+from rush.models.families.family import Config, Fields
+from rush.models.families.llama_like import NO_BIASES, llama_like, read_dims, read_one_rope, write_llama_like
 from rush.models.families.settings import flag, layer_kinds, layer_types, number, refuse
 
 if TYPE_CHECKING:
@@ -46,13 +39,4 @@ def _write(shape: Shape) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
-    name="smollm3",
-    title="SmolLM 3",
-    architecture="SmolLM3ForCausalLM",
-    accepted=("SmolLM3Model",),
-    read=_read,
-    write=_write,
-    names=NAMES,
-    supported={"hidden_act": SILU, **NO_BIASES},
-)
+FAMILY = llama_like("smollm3", "SmolLM 3", "SmolLM3", _write, read=_read, supported=NO_BIASES)

@@ -1,8 +1,7 @@
-"""Charts of plans: questions about several devices, answered by arithmetic, with the error and what was published.
+"""Charts of plans for several devices: predictions by arithmetic, with their error and published measurements.
 
-Each chart plans a family of recipes and gives a record (`rush/records/plan_chart.py`); `rush/report` draws it. Nothing
-is measured: the only measurements on a chart are those that others published, and each has the plan of its own run
-beside it.
+Each chart plans a family of recipes and gives a record (`rush/records/plan_chart.py`); `rush/report` draws it. Nothing is
+measured: the only measurements on a chart are published ones, each with the plan of its own run.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ KINDS = {
     "layouts": ChartKind("405B in four axes", "layouts of tp, cp, pp and shards for a huge model", many_servers.layouts, ("nodes", "link", "network")),
     "batch": ChartKind("Checkpointing into a larger batch", "speed and memory over the micro batch under limits of memory", batches.batch, ()),
 }  # fmt: skip
-"""All charts, in the order in which a reader meets them."""
+"""All charts, in the order of the page."""
 
 
 def command_of(name: str, options: ChartOptions) -> str:
-    """What writes the chart, as one types it."""
+    """The command that writes the chart."""
     words = [
         "rush",
         "plan",

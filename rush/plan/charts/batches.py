@@ -1,8 +1,8 @@
 """Checkpointing into a larger batch: speed and memory over the micro batch, under limits of memory.
 
-Checkpointing costs a third more arithmetic at most and gives memory back. It pays only where the larger batch that the
-memory allows is faster by more than that. Odd batches (6, 12, 24) are tried as well: the largest that fits is seldom a
-power of two.
+Checkpointing costs at most a third more arithmetic and frees memory. It pays off only if the larger batch
+that then fits is faster by more than that. Batches that are not powers of two (6, 12, 24) are tried as well:
+the largest that fits is seldom a power of two.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from rush.plan.charts.options import ChartOptions, bare
 from rush.plan.charts.points import Points
 from rush.plan.describe import alternatives
 from rush.plan.target import find_target
+from rush.records.plan_chart import NO_CHECKPOINTING
 from rush.techniques.api.contract import Alternative
 
 MICROS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64)
 LIMITS_GB = (80.0, 24.0)
 H200 = "h200-sxm"
-PLAIN = "no checkpointing"
 
 
 def batch(options: ChartOptions, points: Points) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def batch(options: ChartOptions, points: Points) -> dict[str, Any]:
             extra = [checkpointing] if checkpointing else []
             for micro in MICROS:
                 points.plan(
-                    recipe, target, checkpointing or PLAIN, micro, group=f"{limit:g} GB", name=f"micro {micro}",
+                    recipe, target, checkpointing or NO_CHECKPOINTING, micro, group=f"{limit:g} GB", name=f"micro {micro}",
                     techniques=[*bare(recipe, checkpointing=False), *extra], batch__micro=micro, run__memory_limit_gb=limit,
                 )  # fmt: skip
     return {"machine": key, "limits_gb": list(limits), "recipes": [name]}

@@ -34,7 +34,7 @@ SIXTEEN_BITS = (
     'techniques=["pure_bf16", "flash_attention", {name = "fused_update", stochastic_rounding = true, state = "bfloat16"}, '
     '{name = "compile", scope = "block"}]'
 )
-"""What lets a model of 405B fit 512 devices at all: weights, gradients and moments in bf16."""
+"""Weights, gradients and moments in bf16, without which a model of 405B does not fit 512 devices."""
 LAYOUTS_512: tuple[dict[str, int], ...] = (
     {"fsdp": 512},
     {"fsdp": 64, "tp": 8},
@@ -83,7 +83,7 @@ def _follow(run: PublishedRun, count: int, series: str) -> Any:
 
 
 def layouts(options: ChartOptions, points: Points) -> dict[str, Any]:
-    """Layouts of a huge model: those that were published, and those that this trainer's own recipe could take."""
+    """Layouts of a huge model: the published ones, and those for this trainer's own recipe."""
     key, count = options.machine or H100, options.nodes or 64
     target = target_of(key, None, count, options.link, options.network)
     step = STEP if target.devices > 4096 else STEP // 4
@@ -123,7 +123,7 @@ def layouts(options: ChartOptions, points: Points) -> dict[str, Any]:
 
 
 def _best_of(plans: list[PredictedPoint]) -> PredictedPoint:
-    """The fastest that fits; where none does, the one that needs least."""
+    """The fastest that fits; if none does, the one with the least memory."""
     fitting = [one for one in plans if one["fits"] and not one["problems"]]
     if fitting:
         return max(fitting, key=lambda one: one["tokens_per_s"])
@@ -131,7 +131,7 @@ def _best_of(plans: list[PredictedPoint]) -> PredictedPoint:
 
 
 def _rest(description: str) -> str:
-    """Of a plan's description what is not its layout: micro batch, precision, checkpointing."""
+    """The part of a plan's description besides its layout: micro batch, precision, checkpointing."""
     return description[description.index("micro ") :]
 
 

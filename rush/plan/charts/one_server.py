@@ -1,25 +1,25 @@
-"""Charts of one server: speed over devices, memory by part, the stages of ZeRO, links, and two kinds of cards."""
+"""Charts of one server: speed over devices, memory by part, the stages of ZeRO, links, and two GPU models."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rush.plan.charts.options import DDP, SHARDINGS, STAGES, ChartOptions, doubling, in_sharding
 from rush.plan.charts.points import Points, machine, published_of
 from rush.plan.describe import alternatives
 from rush.recipe import Recipe
-from rush.records.plan_chart import PredictedPoint
+from rush.records.plan_chart import BEST_RECIPE, GROWING_STEP, SAME_STEP, PredictedPoint
 from rush.techniques.api.contract import Alternative
 
 A100, A800 = "a100-80-sxm", "a800-80-sxm"
 SMALL, MIDDLE, LARGE = "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"
 SMALL_SETTING = ("batch.micro=8",)
 LARGE_SETTING = ("batch.micro=1", "batch.sequence=4096")
-STRONG, WEAK, FREE = "the same step", "a step that grows", "the best recipe"
 
 
 def _recipes(options: ChartOptions) -> list[tuple[str, Recipe]]:
-    """The recipe asked for, or a small and a large model."""
+    """The requested recipe, or a small and a large model."""
     if options.recipe:
         return [options.load(options.recipe)]
     return [options.load(SMALL, *SMALL_SETTING), options.load(LARGE, *LARGE_SETTING)]
@@ -97,22 +97,21 @@ def links(options: ChartOptions, points: Points) -> dict[str, Any]:
     for name, recipe in named:
         for where, wire in (("own", None), ("other", slow)):
             target = machine(key, most, wire, options.network)
-            for layout in (*SHARDINGS, *(f"tp {size}" for size in doubling(min(most, 8), 2))):
-                keys = _laid(recipe, layout, most)
-                points.plan(recipe, target, where, most, group=name, name=layout, **keys)
+            for layout, laid in _layouts(recipe, most):
+                points.plan(recipe, target, where, most, group=name, name=layout, **laid)
     return {"machine": key, "devices": most, "link": slow, "recipes": [name for name, _ in named]}
 
 
-def _laid(recipe: Recipe, layout: str, devices: int) -> dict[str, Any]:
-    """A layout by its name: a sharding of all devices, or tp beside replicas that are sharded by ZeRO-3."""
-    if not layout.startswith("tp"):
-        return dict(in_sharding(recipe, layout, devices))
-    size = int(layout.split()[1])
-    return {**in_sharding(recipe, "ZeRO-3", devices // size), "layout__tp": size}
+def _layouts(recipe: Recipe, devices: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Layouts with their names: every sharding of all devices, and tp beside replicas that are sharded by ZeRO-3."""
+    for sharding in SHARDINGS:
+        yield sharding, dict(in_sharding(recipe, sharding, devices))
+    for size in doubling(min(devices, 8), 2):
+        yield f"tp {size}", {**in_sharding(recipe, "ZeRO-3", devices // size), "layout__tp": size}
 
 
 def cards(options: ChartOptions, points: Points) -> dict[str, Any]:
-    """Two kinds of cards that differ in their links: layouts on all of them, and what 2, 4, 8 make of one.
+    """Two GPU models that differ in their links: layouts on all devices, and the speedup of 2, 4, 8 over one.
 
     Three speed-ups: the same step divided, a step that grows with the devices, and the best recipe (sharding,
     checkpointing, micro batch) on each number of devices, where more devices also mean more memory.
@@ -124,17 +123,17 @@ def cards(options: ChartOptions, points: Points) -> dict[str, Any]:
     for name, recipe in named:
         for key in (first, second):
             target = machine(key, most, options.link, options.network)
-            for layout in (*SHARDINGS, *(f"tp {size}" for size in doubling(min(most, 8), 2))):
-                points.plan(recipe, target, key, most, group=name, name=layout, **_laid(recipe, layout, most))
+            for layout, laid in _layouts(recipe, most):
+                points.plan(recipe, target, key, most, group=name, name=layout, **laid)
     for name, recipe in named:
         for key in (first, second):
             for devices in doubling(most):
                 target = machine(key, devices, options.link, options.network)
                 keys = in_sharding(recipe, "ZeRO-2", devices)
-                group = f"{name}, {STRONG}"
+                group = f"{name}, {SAME_STEP}"
                 points.plan(recipe, target, key, devices, group=group, name="ZeRO-2", **keys)
                 grown = {"batch__total_tokens": recipe.micro * recipe.batch.sequence * devices}
-                group = f"{name}, {WEAK}"
+                group = f"{name}, {GROWING_STEP}"
                 points.plan(
                     recipe,
                     target,
@@ -148,7 +147,7 @@ def cards(options: ChartOptions, points: Points) -> dict[str, Any]:
                 best = _best(recipe, target, devices)
                 if best is not None:
                     points.predicted.append(
-                        {**best, "series": key, "group": f"{name}, {FREE}", "x": float(devices)}
+                        {**best, "series": key, "group": f"{name}, {BEST_RECIPE}", "x": float(devices)}
                     )
     if first.startswith("a100-80"):
         points.publish(

@@ -1,4 +1,4 @@
-"""What a chart may be asked for, and the recipe variants that charts compare."""
+"""The options of a chart, and the recipe variants that charts compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rush.recipe_io import load_recipe
 from rush.techniques.api.contract import Alternative
 
 USUAL = 'techniques=["amp_bf16", "flash_attention", "fused_adamw", {name = "compile", scope = "block"}]'
-"""The usual mixed precision: what most trainers run, so what a chart plans unless it gets a recipe."""
+"""The usual mixed precision of most trainers, which a chart plans unless it gets a recipe."""
 STAGES = {"ZeRO-1": "optimizer", "ZeRO-2": "gradients", "ZeRO-3": "parameters"}
 DDP = "ddp"
 SHARDINGS = (DDP, *STAGES)
@@ -35,7 +35,7 @@ class ChartOptions:
     network: str | None = None
 
     def load(self, usual: str, *changes: str) -> tuple[str, Recipe]:
-        """The recipe asked for, or the chart's own with the usual techniques; its name and the overrides on top."""
+        """The requested recipe, or the chart's own with the usual techniques; its name and the additional overrides."""
         name = self.recipe or usual
         own = [] if self.recipe else [USUAL, *changes]
         found = load_recipe(name, [*own, *self.overrides], auto=True)

@@ -1,4 +1,4 @@
-"""Plans as points of a chart, and published runs with the plan of the same run beside them."""
+"""Plans as points of a chart, and published runs with the plan of the same run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rush.records.plan_chart import PredictedPoint, PublishedPoint, RefusedPoint
 
 @dataclass
 class Points:
-    """What a chart is made of, in the order in which it was asked for."""
+    """The points of a chart, in order of request."""
 
     predicted: list[PredictedPoint] = field(default_factory=list)
     refused: list[RefusedPoint] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Points:
         name: str = "",
         **changes: Any,
     ) -> PredictedPoint | None:
-        """Plan a recipe with some keys changed; what cannot be planned is a point with its reason."""
+        """Plan a recipe with some keys changed; a recipe that cannot be planned is a point with its reason."""
         try:
             chosen = changed(recipe, {key.replace("__", "."): value for key, value in changes.items()})
             limited = with_memory_limit(target, chosen.run.memory_limit_gb)
@@ -114,7 +114,7 @@ def published_of(*beginnings: str, study: Sequence[str] = ()) -> list[PublishedR
 
 
 def machine(key: str, devices: int, link: str | None = None, network: str | None = None) -> TargetMachine:
-    """So many accelerators of a kind in their usual servers."""
+    """A number of accelerators of one kind in their usual servers."""
     per_node = target_of(key).devices_per_node
     if devices <= per_node:
         return target_of(key, devices, None, link, network)

@@ -1,9 +1,9 @@
 """int8 base: LoRA over a base quantized to int8.
 
-As `qlora`, with less rounding: int8 weights with one scale per row, half the bytes of bf16. The error is 15
-times smaller than that of NF4, dequantize is one multiplication, and the base of an 8B model takes 8 GB
-instead of 4. Choose it where 4 bits hurt and 16 do not fit; where they fit, `lora` is faster. Matmuls run in
-the compute dtype: this is storage, not int8 arithmetic.
+Like `qlora`, with less rounding: int8 weights with one scale per row, half the bytes of bf16. The error is 15
+times smaller than with NF4, dequantizing is one multiplication, and the base of an 8B model takes 8 GB
+instead of 4. Choose it if 4 bits lose too much quality and 16 do not fit; if they fit, `lora` is faster.
+Matmuls run in the compute dtype: int8 is the storage format, not the arithmetic.
 """
 
 from __future__ import annotations

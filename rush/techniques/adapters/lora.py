@@ -2,13 +2,13 @@
 
 A frozen weight needs no gradient, no optimizer state and a third fewer FLOPs (the matmul of its weight
 gradient). What is trained is rank·(in + out) values per layer, at rank 16 about 0.5 % of an 8B model. So
-fine-tuning fits where full training does not, and the result is a file of megabytes. B starts at zero: at
-the start the model equals the base bit for bit. It wins by memory; in time only the weight gradients are
-saved, and each adapter costs six thin matmuls, which read the wide activations again. It learns less than
-full fine-tuning where much must be learned. Adapters have the dtype of the recipe's weights: fp32 plain and
-under autocast, bf16 with pure_bf16 and bf16_master (which keeps fp32 master weights for the adapters alone:
-the usual choice). `dora` also trains the magnitude of each row. There is no dropout: every recomputation
-would have to draw it again.
+fine-tuning fits where full training does not, and the result is a file of megabytes. B starts at zero: at the
+start the model equals the base bit for bit. It wins by memory; in time it saves only the weight gradients,
+and each adapter costs six thin matmuls, which read the wide activations again. It learns less than full
+fine-tuning if there is much to learn. Adapters have the dtype of the recipe's weights: fp32 plain and under
+autocast, bf16 with pure_bf16 and bf16_master (which keeps fp32 master weights for the adapters alone: the
+usual choice). `dora` also trains the magnitude of each row. There is no dropout: every recomputation would
+have to draw it again.
 """
 
 from __future__ import annotations

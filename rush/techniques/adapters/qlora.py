@@ -3,7 +3,7 @@
 LoRA leaves one large thing in memory, the frozen base: 16 GB for an 8B model in bf16. Here the linear
 layers of the blocks are stored in NF4 (a table of 16 values, a scale per block of 64, scales quantized once
 more: 4.13 bits per weight), 4 GB, and one layer's weight is dequantized for each matmul, forward and again
-backward. Embeddings, norms and head are unchanged. An 8B model then trains on a 24 GB card. It costs time:
+backward. Embeddings, norms and head are unchanged. An 8B model then trains on a 24 GB GPU. It costs time:
 every pass dequantizes every weight, which is small next to the matmuls only when there are many tokens; and
 the base starts a little worse than the original. Weights are quantized one by one as they arrive: the model
 never exists on the device in full precision. `lora` is faster where memory allows. On CUDA our own kernel
@@ -184,7 +184,7 @@ def _asks_for_ours(recipe: Recipe) -> bool:
 
 
 def _plans_ours(knobs: api.Knobs) -> bool:
-    """As the planner assumes, for GPUs."""
+    """The bits per weight that the planner assumes, for GPUs."""
     return knobs["unpack"] != "library" and knobs["backend"] == "bitsandbytes"
 
 

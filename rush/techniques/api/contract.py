@@ -84,7 +84,7 @@ class Requirement:
     message: str
     met: Callable[[Machine, Recipe], bool]
     library: bool = False
-    """Whether installing a library meets it; plans for other machines ignore such requirements."""
+    """Whether installing a library satisfies it; plans for other machines ignore such requirements."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class KnobRange:
     values: tuple[Knob, ...]
     meaning: str
     evidence: Evidence | None = None
-    """What shows that the value in use took effect: the technique's own `evidence` where that depends on it, or one for this knob.
-    A technique with a knob that nothing shows is never proved."""
+    """Evidence that the value in use took effect: the technique's own `evidence` if that depends on it, or a function for this
+    knob. A technique is never proved if one of its knobs has no evidence."""
 
     @property
     def default(self) -> Knob:
@@ -130,7 +130,7 @@ class MemoryEffect:
 class WorkEffect:
     """The effect of a technique on one time term of the planner (`rush/plan/effects.py` lists them).
 
-    If two techniques set a term, the larger number counts; of two names that of the later stage.
+    If two techniques set a term, the larger number counts; for names, that of the later stage.
     """
 
     term: str
@@ -150,7 +150,7 @@ class Call:
     """The arguments of an operator, as the profiler recorded them."""
 
     shapes: tuple[Any, ...]
-    """Of tensors the dims, else ()."""
+    """Dims of the tensor arguments; () for others."""
     dtypes: tuple[str, ...]
     values: tuple[Any, ...]
     """Numbers, flags and lists of numbers; None for everything else."""
@@ -275,7 +275,8 @@ class Build:
     weights_device: torch.device | None = None
     """Device of parameters, gradients and moments between their uses; None: the compute device."""
     shard_hooks: list[Callable[[Build], None]] = field(default_factory=list)
-    """Called after the techniques of stage SHARD, before the model has memory: for what must see it cut and compiled."""
+    """Called after the techniques of stage SHARD, before the model is materialized: for code that needs it sharded and
+    compiled."""
     weight_hooks: list[Callable[[Decoder], None]] = field(default_factory=list)
     """Called once the weights are loaded, to initialize parameters that a technique added."""
     masters: bool = False
@@ -285,7 +286,7 @@ class Build:
     optimizer_options: dict[str, Any] = field(default_factory=lambda: {"foreach": False})
     """Plain: unfused, one tensor at a time."""
     norm_fn: NormFn = local_norm
-    """How the gradients' norm is computed, which clips them and shows whether they are sound."""
+    """Computes the gradient norm, which clips the gradients and shows whether they are finite."""
     optimizer_hooks: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
     """Called once with the optimizer."""
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
@@ -295,7 +296,7 @@ class Build:
     pass_wrappers: list[Callable[[Pass], Pass]] = field(default_factory=list)
     """Wrappers of forward and backward of a micro batch; the first is the innermost."""
     shard_batch: Callable[[Batch], Batch] | None = None
-    """Gives of a micro batch the part that this rank works on, where others work on the rest of the same samples."""
+    """Selects this rank's part of a micro batch, if other ranks compute the rest of the same samples."""
     before_step: list[Callable[[int], None]] = field(default_factory=list)
     """Called before the passes of a training step with its number."""
     before_pass: list[Callable[[bool], None]] = field(default_factory=list)
@@ -309,7 +310,7 @@ class Build:
     stages: list[nn.Module] = field(default_factory=list)
     """This rank's pipeline stages of the model; empty without a pipeline."""
     make_passes: Callable[[Any, Sequence[nn.Module]], Passes] | None = None
-    """Called once with the finished run and its parts (with what `wrap` put around each): how its micro batches are run."""
+    """Called once with the finished run and its wrapped parts; returns how its micro batches are run."""
     tied_replicas: list[str] = field(default_factory=list)
     """Parameters that another rank of the pipeline holds as well, and counts."""
     loader_options: dict[str, Any] = field(default_factory=dict)
@@ -359,13 +360,13 @@ class Technique:
     check_sizes: Callable[[Recipe, Knobs], None] | None = None
     """Raises RecipeError, with the allowed values, for sizes that it does not support."""
     nondeterministic: Callable[[Recipe, Knobs], str | None] = lambda recipe, knobs: None
-    """Why it is not deterministic, and what to use instead; `run.deterministic` refuses it with that. None where it is, if
-    need be by other kernels under that key."""
+    """Why it is not deterministic, and what to use instead: the message with which `run.deterministic` refuses it. None: it is
+    deterministic, if necessary with other kernels under that key."""
     compiles: Callable[[Knobs], bool] = lambda knobs: False
     """Whether, with these knobs, its first step waits for a compiler."""
     settings: tuple[Setting, ...] = (Setting(),)
-    """What `rush tune` tries, the likeliest first; empty where the layout enables it, or the tuner has another way to the
-    same (the micro batch)."""
+    """What `rush tune` tries, the most promising first; empty if the layout enables it, or the tuner varies it in another way
+    (the micro batch)."""
     alternative: Alternative | None = None
     relative_error: float = 0.0
     """Relative error of its matmuls, where it rounds more than fp32."""

@@ -1,7 +1,8 @@
 """The techniques known to a process, by name: ours, those of installed packages, those of users' files.
 
-Conflicts are mutual, whichever side declares them: a new technique names those it cannot stand beside, and their files stay
-unchanged. Techniques of packages (`rush/techniques/api/plugins.py`) are imported when they are looked up or listed.
+Conflicts are mutual, whichever side declares them: a new technique names those it is incompatible with, and
+their files stay unchanged. Techniques of packages (`rush/techniques/api/plugins.py`) are imported when they
+are looked up or listed.
 """
 
 from __future__ import annotations

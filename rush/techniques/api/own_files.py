@@ -28,6 +28,7 @@ from rush.records.typed import wrong_field
 from rush.techniques import registry
 from rush.techniques.api import plugins
 from rush.techniques.api.contract import Technique
+from rush.techniques.api.field_types import wrong_type
 
 
 @final
@@ -46,6 +47,10 @@ _TOLD = TypeAdapter(dict[str, _RememberedFile | _RememberedPackage])
 _GIVEN: dict[str, Path] = {}
 """Techniques from files, with their files; per process, as the registry."""
 WANTED = "--technique takes a Python file that defines `technique`, a rush.techniques.Technique"
+
+
+MODULE_PREFIX = "rush_extra_"
+"""How the names of the modules made from such files begin."""
 
 
 def given() -> Mapping[str, Path]:
@@ -74,7 +79,7 @@ def added(files: Sequence[Path]) -> Iterator[None]:
 
 
 def _execute(file: Path) -> ModuleType:
-    name = f"rush_extra_{file.stem}"
+    name = f"{MODULE_PREFIX}{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None, file
     assert spec.loader is not None, file
@@ -111,6 +116,8 @@ def _checked(file: Path) -> Technique:
         raise RecipeError(f"--technique names {file}, which defines no `technique`; {WANTED}.")
     if not isinstance(found, Technique):
         raise RecipeError(f"`technique` in {file} is a {type(found).__name__}; {WANTED}.")
+    if (wrong := wrong_type(found)) is not None:
+        raise RecipeError(f"`technique` in {file} is not complete: {wrong}.")
     if found.name in registry():
         raise RecipeError(
             f"{file} defines the technique {found.name!r}, and {_owner(found.name)}; give it another name."

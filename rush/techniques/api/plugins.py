@@ -5,7 +5,7 @@
 
 Discovery reads the metadata of installed packages and imports nothing. A plug-in is imported when a recipe names its
 technique, or when all techniques are listed (`rush probe`, `rush tune`). An installed package is trusted as any import is.
-A plug-in that cannot be used is an error for the recipe that names it, and one sentence for everybody else.
+A plug-in that cannot be used is an error for a recipe that names it, and a one-line warning otherwise.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rush.errors import RecipeError
 from rush.techniques.api.contract import Technique
+from rush.techniques.api.field_types import wrong_type
 
 GROUP = "rush.techniques"
 WANTED = "an entry point of rush.techniques names a rush.techniques.Technique, as in my_package.my_technique:technique"
@@ -64,6 +65,8 @@ class Plugin:
             ) from error
         if not isinstance(found, Technique):
             raise RecipeError(f"{where} is a {type(found).__name__}; {WANTED}.")
+        if (wrong := wrong_type(found)) is not None:
+            raise RecipeError(f"{where} is not complete: {wrong}. Update or uninstall the package.")
         if found.name != self.name:
             raise RecipeError(
                 f"{where} is named {found.name!r} in its file; the entry point must have the technique's own name."

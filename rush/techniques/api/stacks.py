@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from rush.errors import text_of
 from rush.techniques.api.contract import Technique, Use
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +87,7 @@ def places(error: BaseException) -> list[CodeLine]:
     """Every line of the stack traces of the error and its causes, the innermost first."""
     found: list[CodeLine] = []
     for one in reversed(chain(error)):
-        found += reversed(list(_named_in(str(one))))
+        found += reversed(list(_named_in(text_of(one))))
         frames = traceback.walk_tb(one.__traceback__)
         found += [
             CodeLine(Path(frame.f_code.co_filename), line, frame.f_code.co_name)

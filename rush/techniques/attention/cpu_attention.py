@@ -1,12 +1,12 @@
 """Our own attention for CPUs: exact, without materializing the score matrix, in C++ with SIMD.
 
-Plain attention on a CPU is a batched matmul, a softmax that walks over all scores several times, and
+Plain attention on a CPU is a batched matmul, a softmax that reads and writes all scores several times, and
 another matmul, with copies between. torch's flash attention for CPUs works in tiles, with library calls too
-small to be fast where sequences and head dims are short. This kernel takes 16 queries at a time with all
-the keys they see: the scores stay in a core's cache, so nothing is rescaled; the small matmuls keep their
-tiles in registers; and keys above the diagonal or in other documents are skipped. It wins most at short
-sequences. Threads parallelize over rows and key/value heads, so a single long row with few heads leaves
-cores idle. The kernel is built at first use (half a minute, once).
+small to be fast where sequences and head dims are short. This kernel takes 16 queries at a time with all the
+keys they see: the scores stay in a core's cache, so nothing is rescaled; the small matmuls keep their tiles
+in registers; and keys above the diagonal or in other documents are skipped. It wins most at short sequences.
+Threads parallelize over rows and key/value heads, so a single long row with few heads leaves cores idle. The
+kernel is built at first use (half a minute, once).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """cuDNN's fused attention: the tiled algorithm of FlashAttention, another kernel.
 
-cuDNN generates its kernel for the GPU at hand; on Hopper it uses asynchronous tensor cores, which
+cuDNN generates its kernel for the current GPU; on Hopper it uses asynchronous tensor cores, which
 FlashAttention 2 does not. It wins there at long sequences; every new shape needs a new cuDNN plan. torch's
 dispatcher may silently fall back to another backend, so this calls the cuDNN operator itself: it runs or it
 fails.

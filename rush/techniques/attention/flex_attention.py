@@ -1,9 +1,9 @@
 """FlexAttention: a fused attention kernel generated from a mask function.
 
 The mask is a small Python function of positions; the compiler generates a tiled kernel for it and skips
-blocks that are fully masked. For a plain causal mask a hand-written kernel is a little faster; it pays where
-the mask is unusual (packed documents, sliding windows) and no hand-written kernel exists. The first step
-waits for the compiler. On a CPU it would materialize all scores, so it is refused there.
+blocks that are fully masked. For a plain causal mask a hand-written kernel is slightly faster; it pays off
+for unusual masks (packed documents, sliding windows) without a hand-written kernel. The first step waits for
+the compiler. On a CPU it would materialize all scores, so it is refused there.
 """
 
 from __future__ import annotations
@@ -113,11 +113,11 @@ class FlexCore(nn.Module):
         return out
 
 
-def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def causal_mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
-def _within(window: int) -> Callable[..., Tensor]:
+def within_documents(window: int) -> Callable[..., Tensor]:
     def within(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (key > query - window)
 
@@ -142,7 +142,7 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
         return create_block_mask(visible, None, None, length, length, device=str(build.device))
 
     window = build.model.shape.window
-    masks = Masks(mask(_causal), None if window is None else mask(_within(window)))
+    masks = Masks(mask(causal_mask), None if window is None else mask(within_documents(window)))
     set_attention_core(build.model, lambda form: FlexCore(kernel, masks, form), DocumentMask(window))
 
 

@@ -1,4 +1,4 @@
-"""What the techniques with a tiled attention kernel declare alike."""
+"""Declarations that all techniques with a tiled attention kernel share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GROUPED_MEMORY = (
     api.MemoryEffect("heads.repeated", 0.0, "the kernel supports grouped-query attention"),
 )
 HEAD_DIMS = (16, 32, 64, 128, 256)
-"""Of our own kernels."""
+"""The requirement of our own kernels."""
 supported_head_dim = api.Requirement(
     f"it supports head dims {', '.join(map(str, HEAD_DIMS))}",
     lambda machine, recipe: recipe.shape().head_dim in HEAD_DIMS,

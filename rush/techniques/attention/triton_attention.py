@@ -1,8 +1,8 @@
 """Our own flash attention: the tiled algorithm as a Triton kernel, written to be read.
 
 The algorithm is FlashAttention 2's: tiles that fit on chip, a running maximum and sum, scores recomputed in
-the backward pass. FlashAttention 2's own kernels were written for Ampere; Triton compiles ours for the GPU
-at hand, so on Hopper it uses the asynchronous tensor cores. Unlike torch's flash operator it supports
+the backward pass. FlashAttention 2's own kernels were written for Ampere; Triton compiles ours for the
+current GPU, so on Hopper it uses the asynchronous tensor cores. Unlike torch's flash operator it supports
 packed documents, and its gradients are deterministic: no atomics, at the price of computing two of five
 matmuls twice. cuDNN's kernel, tuned for each GPU by its vendor, may be faster still. In fp32 it is exact and
 slow.

@@ -29,7 +29,7 @@ class PartialRotate(nn.Module):
         width = cos_btr.shape[-1]
         rotated = self.rotate(q_bhtd[..., :width], k_bktd[..., :width], cos_btr, sin_btr)
         q, k = (
-            # Beside each other in memory as before: the heads of a position.
+            # Keep the memory layout: the heads of a position are adjacent.
             torch.cat((part.transpose(1, 2), x[..., width:].transpose(1, 2)), dim=-1).transpose(1, 2)
             for part, x in zip(rotated, (q_bhtd, k_bktd), strict=True)
         )

@@ -1,13 +1,14 @@
-"""Muon: momentum whose matrices are orthogonalized before the update, AdamW for all the rest.
+"""Muon: momentum whose matrices are orthogonalized before the update, AdamW for the rest.
 
-The gradient of a matrix has a few large singular values and many small ones, and momentum or Adam mostly follow
-the large. Muon takes the momentum of a block's matrix and makes all its singular values about 1, with five
-Newton–Schulz iterations: matmuls in bf16, which a GPU likes. So rare directions are learned as fast as common
-ones, and the same loss needs fewer steps. It changes what is learned, so a race judges it (`rush race`), not
-parity. Its updates are scaled to the size of AdamW's, so `optimizer.lr` keeps its meaning. State is one
-momentum per matrix instead of two moments. It loses where steps are small: an iteration costs as much whatever
-the batch, a few per cent of a step of half a million tokens and most of a step of a thousand. Embeddings, the
-LM head, norms and biases stay with AdamW. With `fsdp` each rank orthogonalizes its share of the matrices.
+The gradient of a matrix has a few large singular values and many small ones, and momentum or Adam mostly
+follow the large ones. Muon takes the momentum of a block's matrix and makes all its singular values about 1,
+with five Newton–Schulz iterations: bf16 matmuls, which are fast on a GPU. So rare directions are learned as
+fast as common ones, and the same loss needs fewer steps. It changes what is learned, so a race judges it
+(`rush race`), not parity. Its updates are scaled to the size of AdamW's, so `optimizer.lr` keeps its meaning.
+State is one momentum per matrix instead of two moments. It loses where steps are small: the cost of an
+iteration does not depend on the batch, so it is a few per cent of a step of half a million tokens and most of
+a step of a thousand. Embeddings, the LM head, norms and biases stay with AdamW. With `fsdp` each rank
+orthogonalizes its share of the matrices.
 """
 
 from __future__ import annotations

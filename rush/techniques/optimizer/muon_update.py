@@ -1,8 +1,8 @@
-"""`Muon`: the optimizer behind the technique `muon`, with AdamW for what is no matrix of a block.
+"""`Muon`: the optimizer of the technique `muon`, with AdamW for all parameters that are not matrices of a block.
 
 The Newton–Schulz iteration multiplies matrices of one shape as one batch: a block has a handful of shapes and a model dozens of
-blocks, so an update is some hundred large kernels instead of thousands of small ones. Sharded matrices are put together by
-`on_whole_matrices`, each on one rank.
+blocks, so an update is some hundred large kernels instead of thousands of small ones. `on_whole_matrices` gathers sharded
+matrices, each on one rank.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from rush.parallel.sharded import local_tensor
 from rush.parallel.whole_matrices import on_whole_matrices, row_shards
 
 COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
-"""Of the quintic iteration; chosen by its author to lift small singular values fast. Singular values end between 0.7 and 1.2."""
+"""Coefficients of the quintic iteration; its author chose them to raise small singular values fast. Singular values end between
+0.7 and 1.2."""
 MOMENTUM = 0.95
 UPDATE_RMS = 0.2
 """The root mean square of AdamW's updates, in units of its learning rate: updates of matrices get the same (Liu et al. 2025)."""
 LABEL = "rush::newton_schulz"
 """The profiler label of the iteration."""
 MOST_ELEMENTS = 2**25
-"""Of the matrices that are updated at once, which bounds the temporaries. One may have more."""
+"""Maximum elements of the matrices that are updated at once, which bounds the temporaries. A single matrix may have more."""
 
 # Shapes: k matrices, m rows, n columns.
 
@@ -47,7 +48,7 @@ def orthogonalize(matrices_kmn: Tensor, dtype: torch.dtype) -> Tensor:
 
 def scaled_update(matrices_kmn: Tensor, parts: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Updates with AdamW's root mean square. `parts` are the rows of the matrices that are stored as one, such as queries, keys and
-    values: each is orthogonalized by itself."""
+    values: each is orthogonalized separately."""
     found = []
     with record_function(LABEL):
         for part_kmn in torch.split(matrices_kmn, list(parts), 1):
@@ -123,7 +124,7 @@ class Muon(torch.optim.Optimizer):
         if scale is not None:
             gradients = list(torch._foreach_div(gradients, scale))
         if skip is not None:
-            # A buffer moved towards itself stays as it is.
+            # lerp of a buffer towards itself leaves it unchanged.
             gradients = [torch.where(skip > 0, b, g) for b, g in zip(buffers, gradients, strict=True)]
             live = (skip == 0).to(weights[0].dtype)
         torch._foreach_lerp_(buffers, gradients, 1 - MOMENTUM)

@@ -1,9 +1,9 @@
 """Dynamic padding: rows are padded to the longest of their micro batch, not to `batch.sequence`.
 
-Padding tokens have no labels and cost as much as any other. Padding to the longest row at hand wins the more
-the shorter the conversations are; one long row among short ones costs its whole micro batch. Every new
-length would recompile, so with `compile` lengths are rounded up to one of a few (`shapes`). What the model
-computes for a document does not change: causal attention never sees what comes after.
+Padding tokens have no labels and cost as much as any other. Padding to the longest row of the micro batch
+wins the more the shorter the conversations are; one long row among short ones costs its whole micro batch.
+Every new length would recompile, so with `compile` lengths are rounded up to one of a few (`shapes`). What
+the model computes for a document does not change: causal attention never sees what comes after.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `fully_shard` holds for each of its units, read from torch's own objects: the evidence of `fsdp` is made of it.
+"""The state of `fully_shard` for each of its units, read from torch's own objects: the evidence of `fsdp` uses it.
 
 torch keeps the settings of a unit in private state. It is read here and nowhere else; the names are those of torch 2.11 to 2.13.
 """

@@ -1,11 +1,11 @@
 """Pipeline parallelism: the model is split across its depth, each rank keeps some of the blocks.
 
 A rank computes its blocks and sends the hidden states to the next one; gradients come back the same way.
-Little is sent, between two ranks at a time, so it is the axis for slow links: between nodes. The price is
-the bubble: the last rank is idle before the first micro batch arrives, and the first at the end until
-gradients return: with p ranks and m micro batches, (p - 1) / (m + p - 1) of a step. Many micro batches make
-it small. Several stages per rank (`interleaved`) make it smaller: m becomes stages × m, for as much more
-communication. Zero bubble schedules defer weight gradients, which nobody waits for, into the bubble. Each
+Little is sent, between two ranks at a time, so it is the axis for slow links: between nodes. The price is the
+bubble: the last rank idles until the first micro batch arrives, and at the end the first idles until
+gradients return. With p ranks and m micro batches it is (p - 1) / (m + p - 1) of a step. Many micro batches
+make it small. Several stages per rank (`interleaved`) make it smaller: m becomes stages × m, for as much more
+communication. Zero bubble schedules move weight gradients, which no other rank needs, into the bubble. Each
 rank holds weights, gradients and moments of its stages only; 1F1B holds activations of as many micro batches
 as there are ranks, GPipe of all. It loses where the model fits without it, and where a step has few micro
 batches.

@@ -1,14 +1,15 @@
 """Tensor parallelism: every layer is sharded, and all ranks compute the same samples.
 
-Layers that read the residual stream are sharded by outputs (colwise: whole heads, a part of the MLP's
-width), those that write to it by inputs (rowwise); so a block needs one collective before and one after
-attention and MLP. Embedding, LM head and loss are vocab parallel: no rank has the logits of all tokens of the
-vocabulary. With `sequence` (sequence parallelism) residual stream and norms are sharded along the sequence:
-an all-gather and a reduce-scatter replace each all-reduce, with as many bytes, and nothing is stored twice.
-Weights, gradients, optimizer state and activations shrink to about 1/n, and so does the time of a large
-layer. The collectives cannot overlap: it wins within a node with fast links, where a model or its micro batch
-does not fit or fsdp would leave too little for each rank; across slow links it loses to everything else. With
-fsdp each shard is sharded once more, and with ddp torch's fully_shard keeps the replicas equal.
+Layers that read the residual stream are sharded by outputs (colwise: whole heads, a part of the MLP's width),
+those that write to it by inputs (rowwise); so a block needs one collective before and one after attention and
+MLP. Embedding, LM head and loss are vocab parallel: no rank has logits of the full vocabulary. Norms over all
+queries of a token (OLMo 2) gather them first. With `sequence` (sequence parallelism) residual stream and norms
+are sharded along the sequence: an all-gather and a reduce-scatter replace each all-reduce, with as many bytes,
+and nothing is stored twice. Weights, gradients, optimizer state and activations shrink to about 1/n, and so
+does the time of a large layer. The collectives cannot overlap: it wins within a node with fast links, where a
+model or its micro batch does not fit or fsdp would leave too little for each rank; across slow links it loses
+to everything else. With fsdp each shard is sharded once more, and with ddp torch's fully_shard keeps the
+replicas equal.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
 
     from rush.parallel.tensor_parallel import (
         ColwiseLinear,
+        GatheredHeads,
         GatherInput,
         ReplicatedOnHeads,
         ReplicatedOnStream,
@@ -55,13 +57,14 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
     mesh, model = build.ranks.mesh["tp"], build.model
     stream = ResidualStream(mesh, bool(knobs["sequence"]))
     whole, lying = Replicate(), stream.placement
+    on_heads = GatheredHeads() if model.shape.qk_norm == "width" else ReplicatedOnHeads()
     plan: dict[str, ParallelStyle] = {
         "embedding": VocabParallelEmbedding(stream),
         "position_embedding": ReplicatedOnStream(stream, takes_positions=True),
         "blocks.*.attention_norm": ReplicatedOnStream(stream),
         "blocks.*.attention": GatherInput(stream),
-        "blocks.*.attention.q_norm": ReplicatedOnHeads(),
-        "blocks.*.attention.k_norm": ReplicatedOnHeads(),
+        "blocks.*.attention.q_norm": on_heads,
+        "blocks.*.attention.k_norm": on_heads,
         "blocks.*.attention_post_norm": ReplicatedOnStream(stream),
         "blocks.*.mlp_post_norm": ReplicatedOnStream(stream),
         "blocks.*.mlp_norm": ReplicatedOnStream(stream),
@@ -214,13 +217,7 @@ technique = api.Technique(
     stage=api.Stage.TENSOR,
     apply=apply,
     check_sizes=check_sizes,
-    requires=(
-        api.enabled_by_layout("tp"),
-        api.Requirement(
-            "the model normalizes all queries of a token together, and each rank has some of its heads; use fsdp, pp or cp",
-            lambda machine, recipe: recipe.layout.tp == 1 or recipe.shape().qk_norm != "width",
-        ),
-    ),
+    requires=(api.enabled_by_layout("tp"),),
     conflicts=("cuda_graph", "fused_bias", "fused_projections", "int8_base", "liger", "qlora", "vocab_pad"),
     reasons={
         **api.NO_CUDA_GRAPH,

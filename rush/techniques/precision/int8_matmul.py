@@ -1,16 +1,15 @@
 """int8 matmuls in the linear layers, forward and both gradients, for GPUs without fp8.
 
-int8 tensor cores multiply at twice the bf16 rate on an A100, and at four times on GeForce cards, whose 16-bit
-rate with fp32 accumulation is halved. Every GPU since Ampere has them. int8 has no exponent, so every row of an
-operand has its own scale, amax / 127, along the outer dims of the matmul: then the scales factor out of the sum,
-which int32 holds exactly. Inputs and weights are rounded to nearest, within half a step. Gradients have a few large
-values among thousands of small ones, which would all become zero: they are rounded stochastically, right on
-average. Weights and optimizer state are unchanged, and so is the LM head, whose gradients are of that kind most
-of all. It needs wide layers, many tokens and `compile`, which fuses casts and scaling. The one GPU it was measured
-on is an H200, where it loses: cuBLAS multiplies int8 only ×1.2 as fast as bf16 there, and casts and int32 results
-take twice what the matmuls take. A gain on another GPU is for `rush ladder` to show. Where a GPU has fp8 (Hopper),
-use `fp8`. What `checkpoint_selective` saves are the int32 sums, twice the bytes of 16-bit outputs, which a plan does
-not count.
+int8 tensor cores multiply at twice the bf16 rate on an A100, and at four times on GeForce cards, whose 16-bit rate
+with fp32 accumulation is halved. Every GPU since Ampere has them. int8 has no exponent, so every row of an operand
+has its own scale, amax / 127, along the outer dims of the matmul: then the scales factor out of the sum, which int32
+holds exactly. Inputs and weights are rounded to nearest, within half a step. Gradients have a few large values among
+thousands of small ones, which would all become zero: stochastic rounding keeps them unbiased. Weights and optimizer
+state are unchanged, and so is the LM head, whose gradients have the largest outliers. It needs wide layers, many
+tokens and `compile`, which fuses casts and scaling. The one GPU it was measured on is an H200, where it loses:
+cuBLAS int8 matmuls are only ×1.2 as fast as bf16 there, and casts and int32 results take twice as long as the
+matmuls. Whether it gains on another GPU is for `rush ladder` to show. Where a GPU has fp8 (Hopper), use `fp8`.
+`checkpoint_selective` saves the int32 sums, twice the bytes of 16-bit outputs, which a plan does not count.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Int8Layers:
 
     layers: tuple[CastLinear, ...]
     seed: Tensor
-    """Of this step's stochastic rounding."""
+    """The seed of this step's stochastic rounding."""
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
@@ -50,7 +49,7 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
         seed.fill_((build.recipe.run.seed * STRIDE + step) % 2**31)
 
     build.before_step.append(seeded)
-    # A batch may have any number of tokens, a matmul on a GPU at least LEAST.
+    # A batch may have any number of tokens; a GPU matmul needs at least LEAST.
     layers = cast_blocks(build.model, partial(int8_linear, seed=seed), LEAST)
     build.facts.note(Int8Layers(tuple(layers), seed))
     # MFU is relative to the int8 peak, although LM head and attention stay at 16 bits.

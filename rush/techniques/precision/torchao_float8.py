@@ -1,13 +1,13 @@
 """torchao's float8 training, the library, as a baseline: its linear layers in place of ours.
 
-torchao swaps every linear layer for one that casts input, weight and gradient to fp8 as they come into each of
-the three matmuls, with scales from the values at hand. All of it is plain PyTorch around `torch._scaled_mm`:
-the compiler fuses scales and casts into what stands beside them. Most people who train in fp8 with PyTorch use
-it (torchtitan does), so it is the baseline of our own `fp8`, in our model, with the same attention, loss,
-optimizer and loop. It wins for wide layers and many tokens, and loses where layers are narrow. One scale per
-tensor is fastest; one per row keeps small values; `rowwise_with_gw_hp` leaves the weight gradient in 16 bits.
-The LM head stays at 16 bits. The library's conversion also sets how this process's compiler writes minimum and
-maximum, to the same numbers, because of a miscompiled store (Triton issue 11111).
+torchao replaces every linear layer by one that casts input, weight and gradient to fp8 before each of the
+three matmuls, with scales computed from the current values (dynamic scaling). It is plain PyTorch around
+`torch._scaled_mm`: the compiler fuses scales and casts into the neighboring operations. Most people who train
+in fp8 with PyTorch use it (torchtitan does), so it is the baseline of our own `fp8`, in our model, with the
+same attention, loss, optimizer and loop. It wins for wide layers and many tokens, and loses where layers are
+narrow. One scale per tensor is fastest; one per row keeps small values; `rowwise_with_gw_hp` leaves the weight
+gradient in 16 bits. The LM head stays at 16 bits. The library's conversion also sets how this process's
+compiler writes minimum and maximum, to the same numbers, because of a miscompiled store (Triton issue 11111).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rush.techniques.precision.cast_linear import ALIGNMENT, block_widths
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 MATMUL = "aten::_scaled_mm"
 REPLACED = "both replace the matmuls of the linear layers"
-QUANTIZED = "quantized weights need linear layers of their own; use fp8 with lora"
+QUANTIZED = "quantized weights need their own linear layers; use fp8 with lora"
 BYPASSED = "fused kernels multiply by the weights, past torchao's layers; use fp8"
 
 
@@ -146,7 +146,7 @@ technique = api.Technique(
         "int8_matmul": REPLACED,
         "lora": "torchao's layers compute gradients of frozen weights, too; use fp8",
         "qlora": QUANTIZED,
-        "tp": "torchao's layers are sharded by styles of its own, which rush does not use; use fp8",
+        "tp": "torchao's layers need torchao's own sharding styles, which rush does not use; use fp8",
     },
     knobs={
         "recipe": api.KnobRange(

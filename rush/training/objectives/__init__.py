@@ -1,4 +1,4 @@
-"""What a run minimizes. The recipe's `objective.kind` picks one; loop, step and lab know none by name.
+"""Objectives: what a run minimizes. `objective.kind` selects one; loop, step and lab know none by name.
 
 A step minimizes the mean over its *units*: labels for next-token objectives, pairs for preferences. Each
 micro batch adds the gradient of its summed loss over the number of units in the whole step.
@@ -34,8 +34,7 @@ class Objective(Protocol):
         ...
 
     def figures(self, add: Add = ...) -> Mapping[str, float]:
-        """Further numbers of the step since this was last asked, for the metrics; `add` sums over those that hold other
-        samples of it."""
+        """Further metrics of the step since the last call; `add` sums over the ranks with other samples of it."""
         ...
 
 

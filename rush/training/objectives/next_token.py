@@ -1,4 +1,4 @@
-"""Predict the next token, wherever there is a label: pretraining and supervised fine-tuning alike."""
+"""Next-token prediction at every position with a label: pretraining and supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rush.data import Batch
 def model_inputs(batch: Batch) -> dict[str, Tensor]:
     """The model's arguments besides tokens and labels.
 
-    What is not there is not named, so that the plain call of pretraining stays what it was.
+    Absent arguments are omitted, so that the plain call of pretraining stays unchanged.
     """
     given = {
         "positions_bt": batch.positions_bt,

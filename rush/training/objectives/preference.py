@@ -1,14 +1,14 @@
 """Preferences: make the chosen answer of a pair more likely than the rejected one, in one of four ways.
 
-`sigmoid` is DPO (Rafailov et al. 2023, arXiv:2305.18290): a logistic loss on how much further the model has moved
-towards the chosen answer than towards the rejected one, seen from a reference; with label smoothing it is
-"conservative" DPO (Mitchell 2023): a share of the pairs is assumed to be the wrong way round. `ipo` (Azar et al. 2023,
-arXiv:2310.12036) wants that distance to be a fixed number instead of as large as possible. `orpo` (Hong et al. 2024,
-arXiv:2403.07691) and `simpo` (Meng et al. 2024, arXiv:2405.14734) need no reference.
+`sigmoid` is DPO (Rafailov et al. 2023, arXiv:2305.18290): a logistic loss on how much further the model has
+moved towards the chosen answer than towards the rejected one, relative to a reference; with label smoothing
+it is "conservative" DPO (Mitchell 2023): a fraction of the pairs is assumed to be swapped. `ipo` (Azar et al.
+2023, arXiv:2310.12036) drives that distance to a fixed number instead of maximizing it. `orpo` (Hong et al.
+2024, arXiv:2403.07691) and `simpo` (Meng et al. 2024, arXiv:2405.14734) need no reference.
 
-Summed log-probabilities favour long answers one way or the other: orpo and simpo divide them by the number of
-tokens, as their papers do. The ipo paper leaves it open; its authors settled it later (see docs/finetuning/preferences.md),
-and so do we. DPO is over sums.
+Summed log-probabilities depend on the length of an answer: orpo and simpo divide them by the number of
+tokens, as in their papers. The ipo paper does not specify it; its authors later chose the mean (see
+docs/finetuning/preferences.md), and so do we. DPO uses sums.
 
 Legend: b rows, n pairs, t positions.
 """
@@ -36,7 +36,7 @@ FIGURES = ("reward_chosen", "reward_rejected", "reward_margin", "accuracy", "log
 
 @dataclass(frozen=True)
 class Pairs:
-    """What a model gives the answers of n pairs: summed log-probabilities and the number of tokens summed."""
+    """A model's summed log-probabilities of the answers of n pairs, and the number of tokens summed."""
 
     chosen_n: Tensor
     rejected_n: Tensor
@@ -47,7 +47,7 @@ class Pairs:
 
 
 class Judged(NamedTuple):
-    """The loss of each pair, and how much each answer is worth to the model (its implicit reward)."""
+    """The loss of each pair, and the implicit reward of each answer."""
 
     loss_n: Tensor
     reward_chosen_n: Tensor
@@ -136,11 +136,11 @@ class Preference:
         return torch.where(real_n, judged.loss_n, 0.0).sum()
 
     def answers(self, model: nn.Module, batch: Batch) -> Tensor:
-        """What a model gives the answers of a batch [b], as the reference is computed before training."""
+        """The log-probabilities of the answers of a batch [b], as the reference is computed before training."""
         return log_probabilities(model, batch)
 
     def pairs(self, model: nn.Module, batch: Batch) -> tuple[Pairs, Tensor]:
-        """What model and reference give the pairs of a batch, and which of them are real."""
+        """The log-probabilities of model and reference for the pairs of a batch, and which pairs are real."""
         tokens_b = (batch.labels_bt != IGNORED).sum(1)
         # The model first: a cast that autocast keeps from a pass without gradients would have none later.
         logp_b = log_probabilities(model, batch)
@@ -150,7 +150,7 @@ class Preference:
         return pairs, tokens_b[: len(tokens_b) // 2] > 0
 
     def units(self, batch: Batch) -> int:
-        """Pairs with labels; refuses what is no preference."""
+        """Pairs with labels; refuses batches without preferences."""
         if not batch.paired or batch.tokens_bt.shape[0] % 2:
             raise DataError(
                 f"objective.kind is dpo, but this batch of {batch.tokens_bt.shape[0]} rows ({_few(batch)}) does not hold "
@@ -173,8 +173,8 @@ class Preference:
         return int(labelled[:pairs].sum())
 
     def figures(self, add: Callable[[Tensor], Tensor] = Tensor.detach) -> dict[str, float]:
-        """Means over the pairs since this was last asked; `accuracy` is the share in which the chosen answer is worth
-        more (a tie counts half). `add` brings in the pairs of other ranks."""
+        """Means over the pairs since the last call; `accuracy` is the fraction in which the chosen answer has the higher reward
+        (a tie counts half). `add` sums over the ranks."""
         if self._sums is None:
             return {}
         count, *sums = add(self._sums).tolist()
@@ -200,7 +200,7 @@ class Preference:
 
     @torch.no_grad()
     def _note(self, pairs: Pairs, judged: Judged, real_n: Tensor) -> None:
-        # Added up where the pairs are, in one place: nothing waits for the device, and a recorded step records this too.
+        # Accumulated on the device in a static tensor: no synchronization, and a captured step includes it.
         margin_n = judged.reward_chosen_n - judged.reward_rejected_n
         wins_n = (margin_n > 0).float() + 0.5 * (margin_n == 0).float()
         columns = (

@@ -1,4 +1,4 @@
-"""What a tracker is: a place that takes numbers, samples and the end of a run."""
+"""The tracker interface: logs metrics, samples and the end of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TrackedRun:
     project: str | None
     """As the recipe names it."""
     id: str | None
-    """Of the tracker's run to continue; None for a new one."""
+    """Id of the tracker's run to continue; None for a new one."""
 
     @property
     def name(self) -> str:
@@ -44,7 +44,7 @@ class TrackedRun:
 
 class Tracker(Protocol):
     id: str
-    """Of its run, to continue it after a resume."""
+    """Id of its run, to continue it after a resume."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
     def sample(self, step: int, text: str) -> None: ...

@@ -1,4 +1,4 @@
-"""Feed trackers from threads of their own, so that none of them can slow down, stop or hang a run."""
+"""Feed trackers from separate threads, so that none of them can slow down, stop or hang a run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rush.files import shareable
 from rush.training.trackers.contract import Ended, Tracker
 
 MOST_WAITING = 10_000
-"""Rows that may wait for a tracker: hours of steps, and a few megabytes."""
+"""Maximum rows queued for a tracker: hours of steps, and a few megabytes."""
 END_S, AT_ONCE_S = 60.0, 5.0
-"""How long a run waits for its trackers at its end, and when it is told to end at once."""
+"""Seconds that a run waits for its trackers at its end, and when it must end at once."""
 LONGEST = 300
 
 
 class Trackers:
-    """The trackers of a run. As a context it tells them how the run ended."""
+    """The trackers of a run. As a context manager it reports to them how the run ended."""
 
     def __init__(self, named: Sequence[tuple[str, Tracker]], note: Callable[[str], None]) -> None:
         self.ended: Literal["finished", "interrupted"] = "interrupted"
-        """How a run ends that raises nothing."""
+        """How a run without an exception ends."""
         self._feeds = [_Feed(name, tracker) for name, tracker in named]
         self._note = note
 
@@ -64,7 +64,7 @@ class Trackers:
 
 
 class _Feed:
-    """One tracker, the rows that wait for it, and the thread that hands them over."""
+    """One tracker, its queue of rows, and the thread that sends them."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.name, self.warned = name, False
@@ -83,7 +83,7 @@ class _Feed:
             self.problem = f"is {MOST_WAITING:,} rows behind"
 
     def finish(self, until: float) -> None:
-        """Wait until everything is handed over, or the time has come."""
+        """Wait until everything is sent, or until the timeout."""
         self.put(None)
         if self.problem is None:
             self._thread.join(max(0.0, until - time.monotonic()))

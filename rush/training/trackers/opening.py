@@ -1,4 +1,4 @@
-"""Which trackers a recipe asks for: check them before the first step, open them, say where to look."""
+"""The trackers of a recipe: check them before the first step, open them, print how to view them."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def open_trackers(
             raise
         except (
             Exception
-        ) as error:  # whatever a library raises: a server that is not there, a store of another version
+        ) as error:  # any error of a library: an unreachable server, a store of another version
             told = shareable(f"{type(error).__name__}: {error}").splitlines()[0]
             raise MachineError(
-                f"the tracker {name} could not be opened ({told.rstrip('.')}). Mend that, or leave it out with "
+                f"the tracker {name} could not be opened ({told.rstrip('.')}). Fix that, or leave it out with "
                 f"run.trackers-={entry}."
             ) from error
         opened.append((name, tracker))
@@ -60,7 +60,7 @@ def open_trackers(
 
 
 def where_to_look(recipe: Recipe, folder: Path) -> list[str]:
-    """What to type, for every tracker of the recipe."""
+    """The command or address to view every tracker of the recipe."""
     found = []
     for entry in recipe.run.trackers:
         name, _, project = entry.partition(":")
@@ -73,7 +73,7 @@ def _module(name: str) -> Any:
 
 
 def _ids(path: Path) -> dict[str, str]:
-    """The ids of the trackers' runs; a file that does not say them starts new ones."""
+    """The ids of the trackers' runs; without a valid file new ones start."""
     with suppress(OSError, ValueError):
         found = json.loads(path.read_text("utf-8"))
         if isinstance(found, dict):

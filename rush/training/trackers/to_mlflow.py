@@ -63,7 +63,7 @@ class MLflow:
 
 
 def open_tracker(run: TrackedRun) -> MLflow:
-    # Nothing is sent that nobody asked for, and a server that is not there is found out before the first step, not after minutes.
+    # Send no system metrics, and detect an unreachable server before the first step, not after minutes.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     return MLflow(run)

@@ -1,6 +1,7 @@
 """trackio: a run of a project in trackio's own folder (TRACKIO_DIR), or in the Space that TRACKIO_SPACE_ID names.
 
-It prints to standard output, which belongs to `--json`: what it prints is dropped, and `where_to_look` says the same.
+It prints to standard output, which is reserved for `--json`: its output is dropped, and `where_to_look` gives
+the same information.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Trackio:
         import trackio
 
         self._trackio = trackio
-        # Names are what trackio finds a run by, and folders of one name are many.
+        # trackio identifies runs by name, and many folders have the same name.
         self.id = run.id or f"{run.name}-{uuid.uuid4().hex[:6]}"
         with _quiet():
             self._run = trackio.init(
@@ -40,7 +41,7 @@ class Trackio:
                 auto_log_gpu=False,
                 auto_log_cpu=False,
             )
-        # Otherwise trackio ends it a second time when the process exits, and says so.
+        # Otherwise trackio ends it a second time when the process exits, and prints that.
         trackio.context_vars.current_run.set(None)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:

@@ -1,6 +1,6 @@
 """Weights & Biases: a run of a project; with WANDB_MODE=offline files in the run folder, which `wandb sync` sends later.
 
-Its own step never goes back, and a run that resumes may: rows carry their step as the metric `step`, which is every chart's x axis.
+W&B's own step never decreases, but a resumed run's may: rows log their step as the metric `step`, the x axis of every chart.
 """
 
 from __future__ import annotations

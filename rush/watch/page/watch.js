@@ -39,6 +39,7 @@
   function binaryUnit(value) { return 2 ** (10 * Math.max(0, Math.min(4, Math.floor(Math.log2(Math.max(value, 1)) / 10)))); }
   function size(value) {
     const unit = binaryUnit(value), amount = value / unit;
+    if (amount >= 1023.5 && unit < 2 ** 40) return size(unit * 1024); // rounded it is one of the next unit
     return `${amount >= 999.5 ? Math.round(amount) : trimmed(amount.toPrecision(3))} ${["B", "KiB", "MiB", "GiB", "TiB"][Math.log2(unit) / 10]}`;
   }
   function place(value, axis) {
