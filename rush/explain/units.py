@@ -39,6 +39,8 @@ def span(stat: Mapping[str, Any]) -> str:
 
 def speedup(slow: Mapping[str, Any], fast: Mapping[str, Any]) -> Ratio:
     """How many times faster the second timing is than the first, with its interval."""
+    if not (slow["samples"] and fast["samples"]):
+        raise ValueError("a timing has no samples")
     return ratio_of_medians([fast["samples"]], [slow["samples"]], LEAST)
 
 
