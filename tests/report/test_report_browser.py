@@ -244,7 +244,8 @@ def test_every_picture_has_a_text_alternative(full: Page) -> None:
 
 
 def test_hostile_strings_run_nothing_and_add_no_element(browser: Browser, pages: dict[str, Path]) -> None:
-    names = "[...new Set([...document.querySelectorAll('*')].map(e => e.localName))].sort()"
+    # The page offers line breaks (wbr) in a technique's name with knobs, which only one of the two has.
+    names = "[...new Set([...document.querySelectorAll('*:not(wbr)')].map(e => e.localName))].sort()"
     clean = browser.open(pages["full"])
     page = browser.open(pages["hostile"])
     assert page.evaluate(names) == clean.evaluate(names)

@@ -161,9 +161,9 @@ def test_a_micro_batch_that_changes_the_step_is_refused_with_the_word_that_is_mi
     with pytest.raises(
         RecipeError, match=r"batch\.micro: 2 → 1.*With batch\.micro set batch\.total_tokens=32, too\."
     ):
-        loop._resumed_recipe(stored, load_recipe(str(recipe), ["batch.micro=1"]))
+        loop.resumed_recipe(stored, load_recipe(str(recipe), ["batch.micro=1"]))
     given = load_recipe(str(recipe), ["batch.micro=1", "batch.total_tokens=32"])
-    assert loop._resumed_recipe(stored, given).micro == 1
+    assert loop.resumed_recipe(stored, given).micro == 1
 
 
 def test_a_loader_thread_that_dies_ends_the_run_with_its_own_words(
