@@ -95,9 +95,8 @@ class _Int8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_mk: Tensor, weight_nk: Tensor, seed: Tensor, trained: bool) -> Tensor:
         ctx.dtype = x_mk.dtype
-        ctx.save_for_backward(
-            x_mk if trained else None, weight_nk, seed
-        )  # only a weight's gradient needs the input
+        # Only a weight's gradient needs the input.
+        ctx.save_for_backward(x_mk if trained else None, weight_nk, seed)
         return scaled_mm(quantize(x_mk), quantize(weight_nk), x_mk.dtype)
 
     @staticmethod
