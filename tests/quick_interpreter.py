@@ -213,6 +213,15 @@ def _quick_patch_builtin(package: Any, builder: Any, scope: Any) -> None:
             scope.set_attr(package, name, _bound(member))
 
 
+_patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def _quick_patch_lang_tensor(tensor: Any, scope: Any) -> None:
+    """Triton 3.6 makes an index of an array with one element, which NumPy 2.4 no longer does."""
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+
 _patch_lang, _LangPatchScope = interpreter._patch_lang, interpreter._LangPatchScope
 _patched: set[int] = set()
 """The modules that the launch under way has patched."""
@@ -237,6 +246,7 @@ def _quick_patch_lang(function: Any) -> Any:
     return _patch_lang(function)
 
 
+interpreter._patch_lang_tensor = _quick_patch_lang_tensor
 interpreter._patch_builtin = _quick_patch_builtin
 interpreter._LangPatchScope = _QuickScope
 interpreter._patch_lang = _quick_patch_lang

@@ -46,11 +46,15 @@ class _Small(torch.nn.Module):
 
 
 def _trace_one() -> None:
+    # Commands are forked from this process. GNU's OpenMP hangs in a fork of a process that has started its threads.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     small = torch.compile(_Small())
     small(torch.ones(8, 8)).backward()
     with torch.no_grad():
         small(torch.ones(8, 8))
     torch._dynamo.reset()
+    torch.set_num_threads(threads)
 
 
 _trace_one()
