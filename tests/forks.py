@@ -68,7 +68,7 @@ class Process:
     def exitcode(self) -> int | None:
         """None while it runs; negative: the signal it died of."""
         while "exit" not in self._told and self.line.poll():
-            self._hear()
+            self.hear()
         return self._told.get("exit")
 
     def join(self, limit_s: float | None = None) -> None:
@@ -76,7 +76,7 @@ class Process:
         while "exit" not in self._told:
             if not self.line.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 return
-            self._hear()
+            self.hear()
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):  # it ended just now
@@ -86,11 +86,14 @@ class Process:
     def tell(self, what: str) -> Any:
         """Its `pid`, its `answer` (whether the work returned, and what; or the traceback), its `exit` code; waited for."""
         while what not in self._told:
-            self._hear()
+            self.hear()
         return self._told[what]
 
-    def _hear(self) -> None:
-        self._told.update([self.line.recv()])
+    def hear(self) -> str:
+        """Wait for the next thing it tells: what it is."""
+        what, value = self.line.recv()
+        self._told[what] = value
+        return str(what)
 
 
 def run_work(line: Connection) -> None:

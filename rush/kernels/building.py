@@ -39,12 +39,13 @@ def cannot_build() -> str | None:
 
 def cannot_build_cuda() -> str | None:
     """Why the CUDA sources of an extension cannot be built here; None if they can."""
-    from torch.utils.cpp_extension import CUDA_HOME, is_ninja_available
-
     if torch.version.cuda is None:
         return "this torch was built without CUDA"
     if not torch.cuda.is_available():
         return "there is no CUDA device to build for"
+    # Without a device, this import warns of one that is missing.
+    from torch.utils.cpp_extension import CUDA_HOME, is_ninja_available
+
     if CUDA_HOME is None or not (Path(CUDA_HOME) / "bin" / "nvcc").is_file():
         return "there is no CUDA compiler (nvcc); set CUDA_HOME to where it is"
     if not is_ninja_available():
@@ -92,17 +93,28 @@ def _build_cpp(name: str, sources: Sequence[Path], flags: Sequence[str], folder:
 
     The linker does not get the flags: -fopenmp would link the system's OpenMP beside torch's.
     """
-    from torch.utils.cpp_extension import include_paths, library_paths
-
-    includes = [flag for path in include_paths() for flag in ("-isystem", path)]
+    installed = Path(torch.__file__).parent
+    headers = (installed / "include", installed / "include" / "torch" / "csrc" / "api" / "include")
+    includes = [flag for path in headers for flag in ("-isystem", str(path))]
     _compile(
         [*includes, "-fPIC", "-std=c++20", *flags, "-c", *(str(source.resolve()) for source in sources)],
         folder,
     )
     objects = [f"{source.stem}.o" for source in sources]
-    folders = [f"-L{folder}" for folder in library_paths()]
     library = folder / f"{name}.so"
-    _compile([*objects, "-shared", *folders, "-lc10", "-ltorch_cpu", "-ltorch", "-o", library.name], folder)
+    _compile(
+        [
+            *objects,
+            "-shared",
+            f"-L{installed / 'lib'}",
+            "-lc10",
+            "-ltorch_cpu",
+            "-ltorch",
+            "-o",
+            library.name,
+        ],
+        folder,
+    )
     return library
 
 

@@ -46,7 +46,10 @@ class _Small(torch.nn.Module):
 
 
 def _trace_one() -> None:
-    # Commands are forked from this process. GNU's OpenMP hangs in a fork of a process that has started its threads.
+    # Commands are forked from this process, and no fork inherits threads: OpenMP's hang there, and a backward pass fails
+    # with the threads that torch's CUDA build starts for autograd.
+    if torch.version.cuda:
+        return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     small = torch.compile(_Small())

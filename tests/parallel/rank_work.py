@@ -62,7 +62,7 @@ def _answers(processes: list[Process]) -> list[Any]:
             f"ranks {[r for r in range(len(processes)) if r not in found]} did not answer in {LIMIT_S:g} s"
         )
         for rank, process in enumerate(processes):
-            if process.line in ready:
+            if process.line in ready and process.hear() == "answer":
                 succeeded, answer = process.tell("answer")
                 assert succeeded, f"rank {rank} failed:\n{answer}"
                 found[rank] = answer
