@@ -147,6 +147,13 @@ def _reflow(command: Any) -> None:
         _reflow(inner)
 
 
+def _without_torch(error: BaseException) -> str | None:
+    """The message where torch is not installed, which a package for several machines may leave to each of them."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return f"{sys.executable} has no torch. Install it ({sys.executable} -m pip install torch), or take the Python that has it."
+    return None
+
+
 def _of_own_file(error: BaseException) -> str | None:
     """The message for what the file of a `--technique` raises outside of a run, as in its `requires`."""
     from rush.techniques.api.own_files import MODULE_PREFIX
@@ -214,7 +221,7 @@ def main(arguments: list[str] | None = None) -> None:
     except BaseException as error:
         if debug:
             raise
-        if (refusal := _of_own_file(error) or _of_this_machine(error)) is not None:
+        if (refusal := _without_torch(error) or _of_own_file(error) or _of_this_machine(error)) is not None:
             print_error(f"{refusal} {log_unexpected(error, f'rush {shlex.join(words)}')}")
             status.code = MachineError.exit_code
             sys.exit(MachineError.exit_code)

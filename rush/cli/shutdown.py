@@ -64,9 +64,17 @@ def set_reporter(reporter: Reporter) -> None:
     _report = reporter
 
 
+def has_exception_hooks() -> bool:
+    """Whether this process belongs to the command, which then reports all that ends it."""
+    return _hooked
+
+
 def install_exception_hooks() -> None:
     """One sentence instead of a traceback for exceptions in `atexit` callbacks, destructors and threads. A Ctrl-C during a
     destructor, which Python drops (imports run many), is raised again."""
+
+    global _hooked
+    _hooked = True
 
     def unraisable(found: sys.UnraisableHookArgs) -> None:
         if isinstance(found.exc_value, KeyboardInterrupt):
@@ -110,6 +118,7 @@ def report_unexpected(error: BaseException, at: str) -> None:
     typer.secho(f"rush: {first_line(error)} {at}. {log_unexpected(error, at)}", err=True, fg="yellow")
 
 
+_hooked = False
 _report: Reporter = report_unexpected
 
 

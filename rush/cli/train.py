@@ -26,7 +26,7 @@ from rush.cli.options import (
 )
 from rush.cli.output import next_step, note, print_json
 from rush.cli.ranks import one_message, refuse_nested, technique_words
-from rush.cli.shutdown import set_reporter
+from rush.cli.shutdown import has_exception_hooks, set_reporter
 from rush.errors import RecipeError
 from rush.ready import short_name
 
@@ -161,7 +161,7 @@ def _train_here(
     from rush.parallel.restarts import restarted
     from rush.recipe_io import load_recipe
     from rush.records.run_folder import RunFolder
-    from rush.training.failures import RunStatus, report_late
+    from rush.training.failures import RunStatus, report_crashes, report_late
     from rush.training.view import View, terminal_view
 
     folder = _folder(recipe, out)
@@ -176,6 +176,8 @@ def _train_here(
     )
     view = View() if json else terminal_view(_how_to_watch(folder, status.recipe))
     set_reporter(partial(report_late, status, status.uses()))
+    if has_exception_hooks():
+        report_crashes(status)
     return train_run(chosen, out=folder, resume=resume or restarted(), view=view, until=until).summary
 
 

@@ -35,7 +35,7 @@ from rush.errors import (
 )
 from rush.files import append_log, is_disk_full, write_json_atomic
 from rush.hardware import Machine, fragmentation_hint, out_of_memory
-from rush.parallel import AXES, Ranks, started_rank
+from rush.parallel import AXES, Ranks, started_rank, started_world
 from rush.parallel.store_channel import FROM_RANK_0
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
@@ -43,6 +43,7 @@ from rush.records.run_folder import RunFolder
 from rush.techniques import Use, resolve_uses
 from rush.techniques.api.own_files import given
 from rush.techniques.api.stacks import Suspect, chain, compiler_failed, suspects
+from rush.training.crashes import set_phase, watch_for_crashes
 from rush.version import __version__
 
 LONGEST = 300
@@ -88,6 +89,7 @@ class RunStatus:
     def enter(self, phase: Phase, step: int) -> None:
         self.phase, self.step = phase, step
         self.ranks.set_phase(str(self))
+        set_phase(str(self))
 
     def __str__(self) -> str:
         return self.phase.value.format(step=self.step)
@@ -187,6 +189,13 @@ def report_late(status: RunStatus, uses: list[Use], error: BaseException, at: st
             f"{one_line(error)} was raised {at}; it does not affect the run or its files.{whose} {where}"
         )
         print(f"rush: {message}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def report_crashes(status: RunStatus) -> None:
+    """Print the message, too, where a signal ends this process."""
+    if status.folder is not None and started_world() == 1:  # several ranks have a launcher that reports it
+        advice = f"Its checkpoints are intact: resume with `{_resume_command(status.folder, status)}`, or start a new run."
+        watch_for_crashes(status.folder.failures, advice, list(given().values()))
 
 
 def _log_failure(

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,3 +205,18 @@ def test_python_dash_m_rush_works_from_a_checkout() -> None:
         [sys.executable, "-m", "rush", "--version"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == rush.__version__
+
+
+def test_a_python_without_torch_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RUSH_CACHE", str(tmp_path))
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; sys.modules['torch'] = None; import rush.cli; rush.cli.main()",
+    ]
+    done = subprocess.run([*command, "train", "tiny"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (4, "")
+    assert re.match(r"error: \S+ has no torch. Install it \(\S+ -m pip install torch\)", done.stderr)
+    assert "Traceback" not in done.stderr

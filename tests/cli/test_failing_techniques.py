@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -112,6 +113,38 @@ def test_a_technique_that_raises_mid_run_is_named_and_the_run_resumes_once_it_is
     assert f"`rush train --out {out} --resume --technique {file}`" in message
     checked_log(out, message, f"at: {at}\n", raised, f"on the stack: {name} (")
     goes_on(world, out, name, saved, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("SIGSEGV", "Segmentation fault"), ("SIGABRT", "Aborted"), ("SIGKILL", None)]
+)
+def test_a_signal_that_ends_the_run_is_reported_and_the_run_resumes(
+    name: str, reason: str | None, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, out = file_of(world, "crashes", broken=True), tmp_path / "run"
+    monkeypatch.setenv("PLANTED_SIGNAL", name)
+    done = train(world, "crashes", out, run=rush_alone)
+    assert done.returncode == -signal.Signals[name]
+    if reason is None:  # nothing crashed: somebody, or the system when memory ran out, killed it
+        assert "error: " not in done.stderr
+    else:
+        message = the_message(done)
+        assert message.startswith(f"error: step 3 failed: a signal ended the process ({reason}). The code of")
+        lines = file.read_text().splitlines()
+        line = 1 + next(
+            i for i, line in enumerate(lines) if {"SIGSEGV": "string_at", "SIGABRT": "abort"}[name] in line
+        )
+        assert (
+            f"The code of a technique ({file}:{line}) is on the stack: fix it, or take the technique out."
+            in message
+        )
+        assert f"resume with `rush train --out {out} --resume --technique {file}`" in message
+        log = (out / "failure.log").read_text()
+        assert "at: step 3\n" in log
+        assert f"Fatal Python error: {reason}" in log
+    saved = RunFolder(out).checkpoints.steps()[-1]
+    assert saved in (1, 2)  # the second may still have been on its way
+    goes_on(world, out, "crashes", saved, monkeypatch)
 
 
 def test_what_refuses_mid_run_says_where_and_how_to_resume_and_keeps_its_exit_code(
