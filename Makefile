@@ -110,7 +110,8 @@ bundle: ## gather the wheels an offline GPU machine lacks into bundle/
 	rm -rf bundle
 	PIP_CONSTRAINT=$(CURDIR)/locks/cuda.txt $(PYTHON) -m pip install --quiet --target bundle --no-deps --no-compile --only-binary=:all: \
 	  $(addprefix --platform ,$(BUNDLE_PLATFORMS)) --python-version $(BUNDLE_PYTHON) --implementation cp $(BUNDLE_PACKAGES)
-	find bundle/bitsandbytes -name 'libbitsandbytes_*.so' ! -name 'libbitsandbytes_cuda$(BUNDLE_CUDA).so' -delete
+	find bundle/bitsandbytes -name 'libbitsandbytes_*.so' ! -name 'libbitsandbytes_cuda$(BUNDLE_CUDA).so' \
+	  ! -name libbitsandbytes_cpu.so -delete
 	rm -rf bundle/test bundle/torchao/_C*.so
 	@du -sh bundle
 

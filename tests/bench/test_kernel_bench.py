@@ -70,6 +70,14 @@ class Overwriting(torch.autograd.Function):
         return 2 * kept * ctx.saved_tensors[0]
 
 
+def wrong_gradient(x: Tensor) -> Any:
+    return WrongGradient.apply(x)
+
+
+def overwriting(x: Tensor) -> Any:
+    return Overwriting.apply(x)
+
+
 def raises(x: Tensor) -> Tensor:
     raise ValueError("out of order")
 
@@ -114,7 +122,7 @@ def verdict(row: KernelRow) -> str:
 
 
 def test_a_result_off_by_a_thousandth_and_a_wrong_gradient_are_called_different() -> None:
-    rows = measured(baseline("off", off), baseline("gradient", WrongGradient.apply), baseline("same", square))
+    rows = measured(baseline("off", off), baseline("gradient", wrong_gradient), baseline("same", square))
     assert verdict(rows["same", "both"]) == "equal"
     assert verdict(rows["plain torch", "both"]) == "equal"
     assert verdict(rows["off", "forward"]) == "different"
@@ -136,7 +144,7 @@ def test_a_result_of_another_shape_or_without_its_gradient_is_different() -> Non
 
 
 def test_a_contender_that_overwrites_its_inputs_does_not_affect_the_others() -> None:
-    rows = measured(baseline("overwriting", Overwriting.apply), baseline("after it", square))
+    rows = measured(baseline("overwriting", overwriting), baseline("after it", square))
     assert verdict(rows["overwriting", "both"]) == "equal"
     assert verdict(rows["after it", "both"]) == "equal"
     assert rows["after it", "both"]["status"] == "ok"

@@ -69,7 +69,7 @@ def most_allocated(do: Callable[[], object]) -> int:
     for _ in range(2):
         do()  # what is made once and kept
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         do()
     events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
     changes = [event for event in events if event.name() == "[memory]"]

@@ -61,8 +61,20 @@ def test_it_takes_effect_and_learns_what_plain_learns(tensorwise: tuple[Run, Tra
     assert ours.losses != plain.losses, "nothing was rounded"
 
 
+def cpu_scales_rows() -> bool:
+    """Whether this torch has fp8 matmuls with a scale for each row on a CPU; 2.11 has not."""
+    a, b = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 16).to(torch.float8_e4m3fn).t()
+    try:
+        torch._scaled_mm(a, b, torch.ones(16, 1), torch.ones(1, 16), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("recipe", torchao_float8.RECIPES)
 def test_a_run_shows_its_recipe_and_no_other(recipe: str, tensorwise: tuple[Run, Trace]) -> None:
+    if recipe != "tensorwise" and not cpu_scales_rows():
+        pytest.skip("needs a torch with fp8 matmuls with a scale for each row on a CPU")
     run, ours = tensorwise if recipe == "tensorwise" else tried(recipe, "tiny", 1)
     assert ours.seen is not None
     assert prove(run.uses, ours.seen)["torchao_float8"].took_effect
