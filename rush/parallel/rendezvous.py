@@ -37,7 +37,13 @@ Entry = dict[str, str]
 
 def started_rank() -> int:
     """RANK of the environment."""
-    return launched("RANK", 0)
+    rank, world = launched("RANK", 0), started_world()
+    if rank >= max(world, 1):
+        raise MachineError(
+            f"the environment variable RANK is {rank}, and WORLD_SIZE is {world}: a launcher counts ranks from 0. Unset both, "
+            "or start the ranks with --nproc, torchrun or srun."
+        )
+    return rank
 
 
 def started_world() -> int:

@@ -116,7 +116,12 @@ def test_a_technique_that_raises_mid_run_is_named_and_the_run_resumes_once_it_is
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("SIGSEGV", "Segmentation fault"), ("SIGABRT", "Aborted"), ("SIGKILL", None)]
+    ("name", "reason"),
+    [
+        ("SIGSEGV", "Segmentation fault"),
+        pytest.param("SIGABRT", "Aborted", marks=pytest.mark.slow),
+        pytest.param("SIGKILL", None, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_that_ends_the_run_is_reported_and_the_run_resumes(
     name: str, reason: str | None, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -239,7 +239,7 @@ def test_hostile_input_ends_in_one_sentence(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("RANK", "x"), ("RANK", DIGITS), ("WORLD_SIZE", "-1"), ("WORLD_SIZE", "\x1b[2J"), ("WORLD_SIZE", "²"), ("TORCHELASTIC_MAX_RESTARTS", "")],
+    [("RANK", "x"), ("RANK", DIGITS), ("RANK", "7"), ("WORLD_SIZE", "-1"), ("WORLD_SIZE", "\x1b[2J"), ("WORLD_SIZE", "²"), ("TORCHELASTIC_MAX_RESTARTS", "")],
 )  # fmt: skip
 def test_an_environment_of_no_launcher_ends_in_one_sentence(
     name: str, value: str, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
