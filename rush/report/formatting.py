@@ -15,6 +15,8 @@ from markupsafe import Markup, escape
 
 MISSING = "–"
 JOIN = "\N{NO-BREAK SPACE}"
+THIN = "\N{NARROW NO-BREAK SPACE}"
+"""Between thousands."""
 
 _LARGE = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _MONTHS = (
@@ -45,7 +47,7 @@ def digits(value: float) -> str:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     after = max(0, 2 - math.floor(math.log10(abs(value))))
-    text = f"{value:.{after}f}"
+    text = f"{value:,.{after}f}".replace(",", THIN)
     return text.rstrip("0").rstrip(".") if "." in text and abs(value) < 1 else text
 
 
@@ -134,7 +136,7 @@ def count(value: int | None) -> str:
     """A whole number with thin spaces between the thousands."""
     if value is None:
         return MISSING
-    return f"{value:,}".replace(",", "\u202f") if abs(value) < 10**15 else digits(float(value))
+    return f"{value:,}".replace(",", THIN) if abs(value) < 10**15 else digits(float(value))
 
 
 def interval(low: float | None, high: float | None) -> str:

@@ -87,7 +87,7 @@ def short(value: float, unit: Unit) -> str:
     if value == 0:
         return "0"
     if unit == "":
-        return text if text.replace("\u202f", "").isdigit() else formatting.tick(value)
+        return text if text.replace(formatting.THIN, "").isdigit() else formatting.tick(value)
     head, join, tail = text.partition(formatting.JOIN)
     if "." in head and "e" not in head:
         head = head.rstrip("0").rstrip(".")
