@@ -197,7 +197,9 @@ def _restore_optimizer(
     for index, group in enumerate(groups):
         for key, cell in saved["groups"][index]["hyper"].items():
             value = file[f"group.{index}/{key}"] if "tensor" in cell else cell["value"]
-            group[key] = tuple(value) if isinstance(group[key], tuple) else value
+            # JSON may hold a float as an integer, of any size.
+            kind = type(group[key]) if isinstance(group[key], float | tuple) else None
+            group[key] = kind(value) if kind is not None and not isinstance(value, Tensor) else value
     for name, table in theirs.items():
         parameter, group = parameters[name]
         restored: dict[str, Any] = {}

@@ -251,8 +251,9 @@ def given_values(overrides: Sequence[str], model: StartModel) -> dict[str, Any]:
             )
         if "-=" not in override:
             apply_override(smallest, override)
-    if smallest["batch"].get("micro") == AUTO:
-        smallest["batch"].setdefault("total_tokens", smallest["batch"].get("sequence"))
+    batch = smallest["batch"]
+    if isinstance(batch, dict) and batch.get("micro") == AUTO:
+        batch.setdefault("total_tokens", batch.get("sequence"))
     parse(smallest, auto=True)
     values: dict[str, Any] = {}
     for override in overrides:
