@@ -194,7 +194,7 @@ def report_late(status: RunStatus, uses: list[Use], error: BaseException, at: st
 def report_crashes(status: RunStatus) -> None:
     """Print the message, too, where a signal ends this process."""
     if status.folder is not None and started_world() == 1:  # several ranks have a launcher that reports it
-        advice = f"Its checkpoints are intact: resume with `{_resume_command(status.folder, status)}`, or start a new run."
+        advice = f"What was saved is intact: resume with `{_resume_command(status.folder, status)}`, or start a new run."
         watch_for_crashes(status.folder.failures, advice, list(given().values()))
 
 

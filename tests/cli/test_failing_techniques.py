@@ -126,9 +126,9 @@ def test_a_technique_that_raises_mid_run_is_named_and_the_run_resumes_once_it_is
 def test_a_signal_that_ends_the_run_is_reported_and_the_run_resumes(
     name: str, reason: str | None, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, out = file_of(world, "crashes", broken=True), tmp_path / "run"
+    file, out = file_of(world, "in_forward", broken=True), tmp_path / "run"
     monkeypatch.setenv("PLANTED_SIGNAL", name)
-    done = train(world, "crashes", out, run=rush_alone)
+    done = train(world, "in_forward", out, run=rush_alone)
     assert done.returncode == -signal.Signals[name]
     if reason is None:  # nothing crashed: somebody, or the system when memory ran out, killed it
         assert "error: " not in done.stderr
@@ -149,7 +149,7 @@ def test_a_signal_that_ends_the_run_is_reported_and_the_run_resumes(
         assert f"Fatal Python error: {reason}" in log
     saved = RunFolder(out).checkpoints.steps()[-1]
     assert saved in (1, 2)  # the second may still have been on its way
-    goes_on(world, out, "crashes", saved, monkeypatch)
+    goes_on(world, out, "in_forward", saved, monkeypatch)
 
 
 def test_what_refuses_mid_run_says_where_and_how_to_resume_and_keeps_its_exit_code(
